@@ -21,7 +21,7 @@ from engine.data.prompts import encode_problems
 from engine.data.tokenizer import Tokenizer
 from engine.instance.embedded.engine import Engine, Result, SamplingRequest
 from engine.instance.embedded.rollout_model import RolloutModel
-from engine.instance.embedded.sampling import Sampling
+from engine.instance.protocol import Sampling
 from engine.types import Prompt
 
 

@@ -23,7 +23,7 @@ from engine.data.prompts import prompt_id
 from engine.errors import MetronomeError
 from engine.instance.embedded.engine import Engine, Result, SamplingRequest
 from engine.instance.embedded.rollout_model import RolloutModel
-from engine.instance.embedded.sampling import Sampling
+from engine.instance.protocol import Sampling
 from engine.reward.verifiers import exact
 from engine.trainer.loop import Loop, Trainer
 from engine.trainer.policy import Policy

@@ -55,7 +55,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
 from engine.config.recipe import HOME
 from engine.instance.embedded.engine import Engine, SamplingRequest
 from engine.instance.embedded.rollout_model import RolloutModel, bfloat16_available
-from engine.instance.embedded.sampling import Sampling
+from engine.instance.protocol import Sampling
 
 VOCABULARY = 512
 CONTEXT = 384

@@ -8,68 +8,165 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import json
 import logging
-from collections.abc import Awaitable, Callable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from reprlib import repr as repr_short
-from typing import Protocol
-
-from prometheus_client import CollectorRegistry, generate_latest
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
-from prometheus_client.registry import Collector
+from typing import Any, Protocol, TypeVar
 
 from engine.errors import BadInput, MetronomeError
 from engine.instance import protocol
-from engine.instance.asgi import (
-    ClientLeft,
-    Message,
-    Receive,
-    Send,
-    send_body,
-    send_error,
-    send_json,
-    unless_client_leaves,
-)
-from engine.instance.backend import Backend
+from engine.instance.protocol import Completion, RequestLimits
 from engine.instance.refusals import Conflict, Refusal, as_refusal
-from engine.instance.replies import completion_columns, completion_reply
+from engine.instance.replies import Result, completion_columns, completion_reply
 from engine.types import JsonObject
 from engine.wire.access_token import VARIABLE, is_authorized, own_token, refuse_source
 from engine.wire.rollout_messages import COLUMNS_TYPE, ROLLOUT_PROTOCOL
 
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+T = TypeVar("T")
+
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
-GAUGES = {
-    "running": ("metronome_instance_running", "Responses being decoded."),
-    "waiting": ("metronome_instance_waiting", "Requests that wait for a slot."),
-    "weight_version": ("metronome_instance_weight_version", "Weight version served; 0 is the base model."),
+METRICS = {
+    "running": ("gauge", "metronome_instance_running", "Responses being decoded."),
+    "waiting": ("gauge", "metronome_instance_waiting", "Requests that wait for a slot."),
+    "weight_version": ("gauge", "metronome_instance_weight_version", "Weight version served; 0 is the base model."),
+    "generated_tokens": ("counter", "metronome_instance_generated_tokens_total", "Tokens sampled since the start."),
+    "prefills": (
+        "counter",
+        "metronome_instance_prefills_total",
+        "Prompts computed from their first token since the start.",
+    ),
+    "updates": ("counter", "metronome_instance_weight_updates_total", "Weight updates finished since the start."),
 }
-COUNTERS = {
-    "generated_tokens": ("metronome_instance_generated_tokens", "Tokens sampled since the start."),
-    "prefills": ("metronome_instance_prefills", "Prompts computed from their first token since the start."),
-    "updates": ("metronome_instance_weight_updates", "Weight updates finished since the start."),
-}
-
-
-class _Figures(Collector):
-    """The figures of one scrape. The Counter class of prometheus_client would add its creation time."""
-
-    def __init__(self, figures: Mapping[str, int]) -> None:
-        self._figures = figures
-
-    def collect(self) -> Iterator[Metric]:
-        for key, (name, text) in GAUGES.items():
-            yield GaugeMetricFamily(name, text, self._figures[key])
-        for key, (name, text) in COUNTERS.items():
-            yield CounterMetricFamily(name, text, self._figures[key])
+"""Type, name and text of each figure of `Backend.load`, and of `updates`."""
 
 
 def metrics_text(figures: Mapping[str, int]) -> bytes:
-    """Return the metrics text for the figures of Backend.load and `updates`. The names of counters end in _total."""
-    registry = CollectorRegistry()
-    registry.register(_Figures(figures))
-    return generate_latest(registry)
+    """Return the figures in Prometheus's text format."""
+    found = [
+        f"# HELP {name} {text}\n# TYPE {name} {kind}\n{name} {figures[key]}\n"
+        for key, (kind, name, text) in METRICS.items()
+    ]
+    return "".join(found).encode()
 
+
+class Backend(Protocol):
+    """An engine behind the routes (docs/protocol.md). The routes check completions before they call it.
+
+    A method that raises BadInput or Conflict has changed nothing, except that a weight update may have ended.
+    `complete` is cancelled when its client disconnects; every other call runs to its end.
+    """
+
+    model: str
+    """The folder that the model was loaded from."""
+    limits: RequestLimits
+    world_size: int
+    """Processes that take part in a weight transfer."""
+
+    async def complete(self, asked: Completion) -> Result:
+        """Sample one response. Wait while the instance is paused. Raise Conflict after a weight update that failed
+        half-way."""
+
+    async def check_health(self) -> None:
+        """Raise an error if the engine is dead."""
+
+    async def load(self) -> dict[str, int]:
+        """Return the numbers of `running` and `waiting` responses, of `prefills` (prompts computed from their first
+        token) and of `generated_tokens` since the start, and the `weight_version`."""
+
+    async def metrics(self) -> bytes:
+        """Return the engine's own metrics in Prometheus's text format."""
+
+    async def pause(self, abort: bool) -> None:
+        """Stop admitting requests, and return once nothing runs. With `abort` every request, including waiting ones,
+        ends with the tokens it has; otherwise the running ones finish."""
+
+    async def resume(self) -> None:
+        """Admit requests again. Raise Conflict while responses drain, and while the weights are incomplete."""
+
+    async def reset_prefix_cache(self) -> None:
+        """Drop the cached prompts."""
+
+    async def start_profile(self) -> None:
+        """Start recording a profile in the folder of --profile. Raise BadInput if the instance was started without that
+        option. Called only while none is being recorded."""
+
+    async def stop_profile(self) -> None:
+        """Write the profile that is being recorded."""
+
+    async def connect(self, init_info: JsonObject) -> None:
+        """Join the senders' groups (Receiver.connect). Cancel a transfer or a connect in progress."""
+
+    async def start_update(self) -> None:
+        """Begin a weight update, or restart it. Raise Conflict unless paused and drained."""
+
+    async def update(self, update_info: JsonObject) -> None:
+        """Receive and load a bucket, or begin to stage it."""
+
+    async def finish_update(self, version: int) -> int:
+        """Give the new weights their version, and return the version that the processes with the weights say. Raise
+        Conflict if the weights are incomplete."""
+
+    async def score(self, token_ids: tuple[int, ...]) -> list[float]:
+        """Return the log-probabilities of the tokens except the first, at temperature 1. Called while paused."""
+
+
+# ASGI ---------------------------------------------------------------------------------------------
+
+
+class ClientLeft(Exception):
+    """The client has closed its connection, so there is nowhere to send the reply."""
+
+
+async def unless_client_leaves(work: Awaitable[T], receive: Receive) -> T:
+    """Return the result of `work`. If the client disconnects first, cancel `work` and raise ClientLeft."""
+    task = asyncio.current_task()
+    assert task is not None
+    watch = asyncio.ensure_future(_wait_until_client_leaves(receive))
+    watch.add_done_callback(lambda ended: None if ended.cancelled() else task.cancel())
+    try:
+        return await work
+    except asyncio.CancelledError:
+        if not watch.done():
+            raise
+        task.uncancel()
+        raise ClientLeft from None
+    finally:
+        watch.cancel()
+
+
+async def _wait_until_client_leaves(receive: Receive) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def send_json(send: Send, content: JsonObject) -> None:
+    """Send a reply with status 200."""
+    await send_body(send, 200, json.dumps(content).encode())
+
+
+async def send_error(send: Send, error: Refusal) -> None:
+    """Send a refusal, in the form of OpenAI's errors."""
+    body = {"error": {"message": str(error), "type": error.kind, "param": None, "code": error.status}}
+    await send_body(send=send, status=error.status, body=json.dumps(body).encode(), more=error.headers)
+
+
+async def send_body(
+    send: Send, status: int, body: bytes, content_type: str = "application/json", more: Mapping[str, str] | None = None
+) -> None:
+    """Send a complete reply."""
+    headers = {"Content-Type": content_type, "Content-Length": str(len(body)), **(more or {})}
+    pairs = [(name.lower().encode(), value.encode()) for name, value in headers.items()]
+    await send({"type": "http.response.start", "status": status, "headers": pairs})
+    await send({"type": "http.response.body", "body": body})
+
+
+# the routes ---------------------------------------------------------------------------------------
 
 WEIGHTS_BYTES = 16 * 2**20
 """Largest body of a route with weights. It carries names, shapes and checksums of a bucket's tensors, about 200 bytes
@@ -146,6 +243,7 @@ class InstanceApp:
         self._read_s = read_s
         self._open = 0
         self._updates = 0
+        self._profiling = False
         self._begun = 0
         """Number of weight updates that were asked to begin."""
         self._numbers = itertools.count()
@@ -333,10 +431,16 @@ class InstanceApp:
         return {"message": "prefix cache reset"}
 
     async def _start_profile(self, request: _Request) -> JsonObject:
+        if self._profiling:
+            raise Conflict("a profile is being recorded already; send /stop_profile first")
         await self._backend.start_profile()
+        self._profiling = True
         return {"message": "the profile has begun"}
 
     async def _stop_profile(self, request: _Request) -> JsonObject:
+        if not self._profiling:
+            raise Conflict("no profile is being recorded; send /start_profile first")
+        self._profiling = False
         await self._backend.stop_profile()
         return {"message": "the profile is written"}
 

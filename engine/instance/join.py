@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import signal
 import socket
@@ -32,7 +33,6 @@ from engine.wire.access_token import (
 )
 from engine.wire.address import (
     ADDRESS_FILE,
-    bracket_host,
     http_url,
     orchestrator_address,
     reachable_host,
@@ -72,7 +72,7 @@ def default_name() -> str:
 def serve_alone(config: Config, name: str, host: str, port: int, text: str = "") -> int:
     """Run one instance until it ends, or until SIGTERM or Ctrl-C. Return its exit code. `text`: the model's name, if
     the instance shall answer text requests."""
-    return _run(_serve(config=config, name=name, host=host, port=port, joins=None, text=text))
+    return _run(_serve(config=config, name=name, host=host, port=port, text=text))
 
 
 def check_join(address: str) -> None:
@@ -99,17 +99,7 @@ def serve_joined(config: Config, address: str, name: str, host: str, port: int, 
     instance ends, DeadlineError if the orchestrator does not answer. Before the first answer the limit is
     rollout.timeout_s, so that an instance may be started before its run; later it is rollout.wait_s.
     """
-    return _run(
-        _serve(
-            config=config,
-            name=name,
-            host=host,
-            port=port,
-            joins=lambda url, token: _OrchestratorClient(
-                config=config, address=address, name=name, url=url, token=token, say=say
-            ),
-        )
-    )
+    return _run(_serve(config=config, name=name, host=host, port=port, address=address, say=say))
 
 
 def _run(serving: Coroutine[Any, Any, int]) -> int:
@@ -120,51 +110,43 @@ def _run(serving: Coroutine[Any, Any, int]) -> int:
 
 
 async def _serve(
-    config: Config,
-    name: str,
-    host: str,
-    port: int,
-    joins: Callable[[str, str], _OrchestratorClient] | None,
-    text: str = "",
+    config: Config, name: str, host: str, port: int, text: str = "", address: str = "", say: Say = print
 ) -> int:
+    """Run an instance; with an `address`, as a member of the run there."""
     check_address(host, access_token())
     asked = _signals()
+    model = Path(config.model.path)
+    token = own_token()
     with tempfile.TemporaryDirectory(prefix="metronome-") as scratch:
         port_file = Path(scratch) / "address"
         command, env = instance_command(
-            config=config, model=Path(config.model.path), name=name, number=0, port_file=port_file, port=port, host=host
+            config=config, model=model, name=name, number=0, port_file=port_file, port=port, host=host
         )
-        command += ["--text", text, f"--policy-version={weight_version(Path(config.model.path))}"] if text else []
-        token = own_token()
-        child = Child(name, command, None, env | ({VARIABLE: token} if joins is not None else {}))
+        command += ["--text", text, f"--policy-version={weight_version(model)}"] if text else []
+        child = Child(name, command, None, env | ({VARIABLE: token} if address else {}))
+        limit_s = max(config.rollout.timeout_s, loading_s(model))
+        orchestrator = (
+            _OrchestratorClient(config=config, address=address, name=name, token=token, say=say) if address else None
+        )
         try:
-            return await _join_and_serve(
-                child=child,
-                port_file=port_file,
-                timeout_s=max(config.rollout.timeout_s, loading_s(Path(config.model.path))),
-                asked=asked,
-                joins=None if joins is None else lambda url: joins(url, token),
+            return await _serve_child(
+                child=child, port_file=port_file, limit_s=limit_s, asked=asked, orchestrator=orchestrator
             )
         finally:
             await asyncio.to_thread(child.stop)
 
 
-async def _join_and_serve(
-    child: Child,
-    port_file: Path,
-    timeout_s: float,
-    asked: asyncio.Event,
-    joins: Callable[[str], _OrchestratorClient] | None,
+async def _serve_child(
+    child: Child, port_file: Path, limit_s: float, asked: asyncio.Event, orchestrator: _OrchestratorClient | None
 ) -> int:
     try:
-        address = await _unless(asked, InstanceProcess(0, child, port_file).serves(timeout_s))
+        address = await _unless(asked, InstanceProcess(0, child, port_file).serves(limit_s))
     except (BadInput, ProcessDied):
         if child.process.returncode < 0:
             raise
         return int(child.process.returncode)  # the instance has printed the reason
-    if address is not None and joins is not None:
-        async with joins(http_url(*address)) as orchestrator:
-            await orchestrator.stay(child, asked)
+    if address is not None and orchestrator is not None:
+        await orchestrator.stay(child, address, asked)
         return 0
     await _unless(asked, asyncio.to_thread(child.process.wait))
     return 0 if asked.is_set() else int(child.process.returncode)
@@ -201,51 +183,45 @@ async def _unless(asked: asyncio.Event, work: Any) -> Any:  # noqa: ANN401
 class _OrchestratorClient:
     """Calls the orchestrator of the run."""
 
-    def __init__(self, config: Config, address: str, name: str, url: str, token: str, say: Say) -> None:
-        """`url`, `token`: those of the instance."""
+    def __init__(self, config: Config, address: str, name: str, token: str, say: Say) -> None:
+        """`token`: the instance's."""
         self._rollout = config.rollout
         self._token = token
         self._address = address
         self._name = name
-        self._url = url
+        self._url = ""
+        """URL at which the orchestrator reaches the instance."""
         self._say = say
         self._heard = time.monotonic()
-        self._session: aiohttp.ClientSession | None = None
         self._state = ""
         self._served = False
         self._met = False
         """Whether the orchestrator has ever answered."""
         self._told = False
 
-    async def __aenter__(self) -> _OrchestratorClient:
-        timeout = aiohttp.ClientTimeout(total=CALL_S)
-        self._session = aiohttp.ClientSession(timeout=timeout, auto_decompress=False)
-        return self
-
-    async def __aexit__(self, *_: object) -> None:
-        assert self._session is not None
-        await self._session.close()
-
-    async def stay(self, child: Child, asked: asyncio.Event) -> None:
+    async def stay(self, child: Child, served: tuple[str, int], asked: asyncio.Event) -> None:
         """Send a sign of life every rollout.heartbeat_s until asked to stop, then leave. An orchestrator that does not
-        know the instance adds it."""
-        try:
-            while not asked.is_set():
-                child.check_alive()
-                await self._join()
-                pause = self._rollout.heartbeat_s if self._served else min(SOON_S, self._rollout.heartbeat_s)
-                await _unless(asked, asyncio.sleep(pause))
-        except _Left:
-            pass  # at someone else's request
-        else:
-            await self._leave(child)
-        await self._drained(child)
+        know the instance adds it. `served`: host and port at which the instance listens."""
+        self._url = http_url(reachable_host(served[0]), served[1])
+        timeout = aiohttp.ClientTimeout(total=CALL_S)
+        async with aiohttp.ClientSession(timeout=timeout, auto_decompress=False) as self._session:
+            try:
+                while not asked.is_set():
+                    child.check_alive()
+                    await self._join()
+                    pause_s = self._rollout.heartbeat_s
+                    await _unless(asked, asyncio.sleep(pause_s if self._served else min(SOON_S, pause_s)))
+            except _Left:
+                pass  # at someone else's request
+            else:
+                await self._leave()
+            await self._drained(child)
 
     async def _join(self) -> None:
         join = Join(
             protocol=ROLLOUT_PROTOCOL,
             name=self._name,
-            url=self._advertised(),
+            url=self._url,
             again=bool(self._state),
             token=self._token,
         )
@@ -264,14 +240,9 @@ class _OrchestratorClient:
         if answer is not None and answer.state != self._state:
             self._state = answer.state
             self._served |= self._state == "serving"
-            self._say(f"{self._name} at {self._advertised()} is {self._state} in the run at {self._address}")
+            self._say(f"{self._name} at {self._url} is {self._state} in the run at {self._address}")
 
-    def _advertised(self) -> str:
-        """Return the URL at which the orchestrator reaches the instance."""
-        host, port = split_address(self._url.removeprefix("http://"), "url")
-        return f"http://{bracket_host(reachable_host(host))}:{port}"
-
-    async def _leave(self, child: Child) -> None:
+    async def _leave(self) -> None:
         if self._state:
             self._say(f"{self._name} leaves the run at {self._address}")
             await self._call(Leave(self._name))
@@ -301,7 +272,6 @@ class _OrchestratorClient:
         """
         data = msgspec.json.encode(request) if request.method == "POST" else None
         try:
-            assert self._session is not None, "calls are made within `async with`"
             url = f"http://{orchestrator_address(self._address)}{request.path}"
             headers = {"Accept-Encoding": "identity", **authorization_headers(folder_token(self._address))}
             async with self._session.request(
@@ -333,16 +303,8 @@ class _OrchestratorClient:
             return None
 
 
-class _Error(msgspec.Struct):
-    message: str
-
-
-class _ErrorReply(msgspec.Struct):
-    error: _Error
-
-
 def _message(raw: bytes) -> str:
     try:
-        return msgspec.json.decode(raw, type=_ErrorReply).error.message
-    except msgspec.DecodeError:
+        return str(json.loads(raw)["error"]["message"])
+    except (ValueError, TypeError, KeyError):
         return raw[:300].decode(errors="replace")

@@ -55,24 +55,31 @@ class RequestLimits:
 
 
 @dataclass(frozen=True)
-class Completion:
-    """A checked body of /v1/completions."""
+class Sampling:
+    """How a response is sampled."""
 
-    prompt: tuple[int, ...]
     max_tokens: int
-    """Most tokens to sample; never more than the context has room for."""
-    temperature: float
-    top_p: float
-    top_k: int
+    """Most tokens to sample."""
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_p: float = 1.0
+    top_k: int = 0
     """0 turns it off."""
-    seed: int | None
-    stop_ids: frozenset[int]
-    """The first of these ids ends the response. They include the model's end-of-sequence ids unless the request sets
-    ignore_eos."""
-    prompt_logprobs: bool
-    """Whether the prompt's log-probabilities are requested."""
+    seed: int | None = 0
+    stop_ids: frozenset[int] = frozenset()
+    """The first of these ids ends the response."""
     continued: int = 0
     """Number of the prompt's last tokens that belong to the response: its random numbers continue after them."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Completion(Sampling):
+    """A checked body of /v1/completions. Prompt and response fit into the context, and `stop_ids` include the model's
+    end-of-sequence ids unless the request sets ignore_eos."""
+
+    prompt: tuple[int, ...]
+    prompt_logprobs: bool = False
+    """Whether the prompt's log-probabilities are requested."""
     routes: bool = False
     """Whether the experts of each token are requested."""
 

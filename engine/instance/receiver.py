@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, wait
 from pathlib import Path
 from reprlib import repr as repr_short
 from types import MappingProxyType
@@ -17,10 +19,11 @@ from types import MappingProxyType
 import torch
 from torch import Tensor
 
-from engine.errors import BadInput, DeadlineError, MetronomeError
+from engine.errors import BadInput, DeadlineError, MetronomeError, TransferError
+from engine.run.process import in_thread
 from engine.types import JsonObject
 from engine.wire.weights.backends import BACKENDS, use_device
-from engine.wire.weights.bucket_file import BucketFile, files_at
+from engine.wire.weights.bucket_file import BucketFile
 from engine.wire.weights.buckets import (
     DTYPES,
     TensorSpec,
@@ -30,7 +33,7 @@ from engine.wire.weights.buckets import (
     specs_of,
     tensor_view,
 )
-from engine.wire.weights.checksum import checksum_as
+from engine.wire.weights.checksum import tensor_checksum
 from engine.wire.weights.groups import HOST, BroadcastGroup, join_group
 from engine.wire.weights.hf_folder import open_folder
 
@@ -46,76 +49,41 @@ class StagedVersion:
     """Buckets of one version, received in the background one after the other."""
 
     def __init__(self, version: int, before: StagedVersion | None) -> None:
-        """`before`: the version staged last. Its memory is reused once its buckets have been received."""
+        """`before`: the version staged last. Its memory is reused if nothing is still received into it."""
         self.version = version
-        self._before = before
-        self._spare: list[Tensor] = []
-        self._buffers: list[Tensor] = []
-        self._jobs: list[Job] = []
-        self._found: list[Named] = []
-        self._error: MetronomeError | None = None
-        self._changed = threading.Condition()
-        self._done = 0
-        self._running = False
+        self._spare = before.idle() if before is not None else []
+        self._buckets: list[Future[tuple[list[Named], Tensor]]] = []
 
     def add_bucket(self, receive: Job) -> None:
         """Add a bucket. `receive` is called in the background, after the earlier buckets."""
-        with self._changed:
-            self._jobs.append(receive)
-            if not self._running:
-                self._running = True
-                threading.Thread(target=self._receive_all, name="stage-weights", daemon=True).start()
+        earlier = self._buckets[-1] if self._buckets else None
+        buffer = self._spare.pop(0) if self._spare else NOTHING
+
+        def receive_next() -> tuple[list[Named], Tensor]:
+            if earlier is not None and isinstance(error := earlier.exception(), TransferError | DeadlineError):
+                raise error  # this bucket is lost, too; after one with wrong content it has been sent all the same
+            return receive(buffer)
+
+        self._buckets.append(in_thread("stage-weights", receive_next))
 
     def tensors(self, timeout_s: float) -> list[Named]:
         """Return all staged tensors once they have been received. Raise the error of a failed bucket, or
         DeadlineError."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._done == len(self._jobs) or self._error is not None, timeout_s):
+        deadline = time.monotonic() + timeout_s
+        found: list[Named] = []
+        for number, bucket in enumerate(self._buckets):
+            if not wait([bucket], deadline - time.monotonic()).done:
                 raise DeadlineError(
-                    f"bucket {self._done} of the staged weight version {self.version} did not arrive "
-                    f"within {timeout_s:g} s"
+                    f"bucket {number} of the staged weight version {self.version} did not arrive within {timeout_s:g} s"
                 )
-            if self._error is not None:
-                raise self._error
-            return list(self._found)
-
-    def _receive_all(self) -> None:
-        """Receive buckets until none is left or a transfer fails. The buckets after a failed transfer are lost."""
-        if self._before is not None:
-            self._spare = self._before.idle()
-            self._before = None
-        while (job := self._next_job()) is not None:
-            found: list[Named] = []
-            buffer = NOTHING
-            error = None
-            try:
-                found, buffer = job(self._spare[self._done] if self._done < len(self._spare) else NOTHING)
-            except MetronomeError as raised:
-                error = raised
-            with self._changed:
-                self._found += found
-                self._buffers.append(buffer)
-                self._done += 1
-                self._error = self._error or error
-                self._changed.notify_all()
-
-    def _next_job(self) -> Job | None:
-        """Return the next bucket's job; None if there is none, or a transfer has failed.
-
-        After a bucket with wrong content (BadInput) the next ones are still received, because they have already been
-        sent.
-        """
-        with self._changed:
-            broken = self._error is not None and not isinstance(self._error, BadInput)
-            if self._done == len(self._jobs) or broken:
-                self._running = False
-                return None
-            return self._jobs[self._done]
+            found += bucket.result()[0]
+        return found
 
     def idle(self) -> list[Tensor]:
         """Return the buffers of this version, or [] while something may still be received into them."""
-        with self._changed:
-            return [] if self._running else self._buffers
+        if not all(bucket.done() for bucket in self._buckets):
+            return []
+        return [bucket.result()[1] for bucket in self._buckets if bucket.exception() is None]
 
 
 OUTPUT = "lm_head.weight"
@@ -178,9 +146,9 @@ class Receiver:
     def receive(self, update_info: JsonObject, base: Path | None = None) -> Iterator[Named]:
         """Yield the tensors that `update_info` names, by its transport.
 
-        "staged": all staged buckets of a version. "base": the model folder `base`. Any other: one bucket. Absent: the
-        safetensors at `path`. A bucket is verified completely before its first tensor is yielded; the base and the
-        files at `path` have no checksums. The tensors are valid until the next call: copy them.
+        "staged": all staged buckets of a version. "base": the model folder `base`, without checksums. Any other: one
+        bucket, which is verified completely before its first tensor is yielded. The tensors are valid until the next
+        call: copy them.
 
         Raises BadInput (a malformed update_info; a tensor that differs from what was announced, by name), TransferError
         and DeadlineError.
@@ -188,9 +156,6 @@ class Receiver:
         transport = update_info.get("transport")
         if transport == "base":
             yield from _base_tensors(base, _perturbed_rows(update_info))
-        elif transport is None and "names" not in update_info:
-            self.check(update_info)
-            yield from _file_tensors(update_info["path"])
         elif transport == "staged":
             yield from self._staged_version(update_info).tensors(self._timeout_s)
         else:
@@ -239,13 +204,8 @@ class Receiver:
             _perturbed_rows(update_info)
         elif transport == "staged":
             self._staged_version(update_info)
-        elif transport is not None or "names" in update_info:
+        else:
             self._check_bucket(update_info)
-        elif not isinstance(update_info.get("path"), str):
-            raise BadInput(
-                "/update_weights needs an update_info with a transport, or with the path of a safetensors file or "
-                "of a folder with safetensors files"
-            )
 
     def _staged_version(self, update_info: JsonObject) -> StagedVersion:
         version = _parse_version(update_info)
@@ -398,17 +358,9 @@ def _sized_buffer(buffer: Tensor, nbytes: int, device: torch.device) -> Tensor:
         raise BadInput(f"update_info: no memory for a bucket of {nbytes} bytes") from None
 
 
-def _file_tensors(path: str) -> Iterator[Named]:
-    """Yield the tensors of a safetensors file, or of all safetensors files in a folder."""
-    for file in map(BucketFile, files_at(path)):
-        specs = file.specs()
-        tensors = file.read_tensors(_sized_buffer(NOTHING, file.nbytes, HOST), specs)
-        yield from zip((spec.name for spec in specs), tensors, strict=True)
-
-
 def _verified(specs: Sequence[TensorSpec], tensors: Sequence[Tensor], checksums: Sequence[str]) -> list[Named]:
     for spec, tensor, expected in zip(specs, tensors, checksums, strict=True):
-        if (found := checksum_as(expected, tensor)) != expected:
+        if (found := tensor_checksum(tensor)) != expected:
             raise BadInput(
                 f"{spec.name} was corrupted in transit: its checksum is {found}, but the announced one is "
                 f"{repr_short(expected)}"

@@ -40,36 +40,3 @@ def test_images_take_packages_by_hash_first(path):
     assert "--no-deps" in steps[hashed]
     before = [step for step in steps[:hashed] if re.search(r"pip install|install\.sh", step)]
     assert all("\"$(grep '^torch==' constraints.txt)\"" in step for step in before)
-
-
-def file(name, python=None):
-    return {"filename": name, "hashes": {"sha256": name}, "requires-python": python}
-
-
-@pytest.mark.parametrize(
-    ("name", "taken"),
-    [
-        ("one-1.0-py3-none-any.whl", True),
-        ("one-1.0-py2.py3-none-any.whl", True),
-        ("one-1.0-py311-none-any.whl", True),
-        ("one-1.0-py312-none-manylinux_2_28_aarch64.whl", True),
-        ("one-1.0-py310-none-any.whl", True),
-        ("one-1.0-py313-none-any.whl", False),
-        ("one-1.0-pp311-pypy311_pp73-manylinux_2_28_x86_64.whl", False),
-        ("one-1.0-cp311-none-any.whl", True),
-        ("one-1.0-cp310-none-any.whl", False),
-        ("one-1.0-cp311-cp311-manylinux_2_28_aarch64.whl", True),
-        ("one-1.0-cp312-cp312-manylinux_2_17_x86_64.manylinux2014_x86_64.whl", True),
-        ("one-1.0-cp38-abi3-manylinux_2_28_x86_64.whl", True),
-        ("one-1.0-cp313-abi3-manylinux_2_28_x86_64.whl", False),
-        ("one-1.0-cp313-cp313-manylinux_2_28_x86_64.whl", False),
-        ("one-1.0-cp312-cp312-manylinux_2_39_x86_64.whl", False),
-        ("one-1.0-cp311-cp311-musllinux_1_2_x86_64.whl", False),
-        ("one-1.0-cp311-cp311-win_amd64.whl", False),
-        ("one-1.1-py3-none-any.whl", False),
-        ("one-1.0.tar.gz", True),
-        ("one-1.1.tar.gz", False),
-    ],
-)
-def test_files_that_a_container_may_install_are_taken(name, taken):
-    assert (name in {one["filename"] for one in hashes.chosen([file(name)], "1.0")}) == taken

@@ -8,7 +8,6 @@ import socket
 import subprocess
 import urllib.request
 from contextlib import ExitStack, suppress
-from pathlib import Path
 
 import aiohttp
 import msgspec
@@ -18,11 +17,10 @@ from prometheus_client.parser import text_string_to_metric_families
 from engine.orchestrator.pool.reply_check import Asked, check_reply
 from engine.tools.conformance.suite import RULES
 from engine.wire.columns import open_ids
-from engine.wire.rollout_messages import COLUMNS_TYPE, ROLLOUT_PROTOCOL, CompletionReply
+from engine.wire.rollout_messages import COLUMNS_TYPE, CompletionReply
 from support.broken_engine import tried
 from support.runs import wait_for
 from support.served import (
-    CONTEXT,
     DEADLINE_S,
     ENGINES,
     PROMPT,
@@ -39,7 +37,7 @@ from support.served import (
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    return [save_model(folder / name, seed) for seed, name in enumerate("ab")]
+    return [save_model(folder, 0)]
 
 
 @pytest.fixture(scope="module", params=ENGINES)
@@ -94,17 +92,6 @@ def test_metronome_conform_finds_every_rule_kept_and_leaves_it_as_it_was(address
         assert lines.keys() == {rule.name for rule in RULES}
         assert all(line.split()[1] == "pass" for line in lines.values())
         assert f"{required} required rules hold, and {len(RULES) - required} others" in last
-
-
-async def test_read_only_routes(http):
-    assert await get(http, "/health") == (200, {"protocol": ROLLOUT_PROTOCOL, "world_size": 1})
-    assert (await get(http, "/load"))[1].keys() == {
-        "running",
-        "waiting",
-        "prefills",
-        "generated_tokens",
-        "weight_version",
-    }
 
 
 async def test_an_instance_without_text_says_how_to_get_it(http):
@@ -173,11 +160,6 @@ async def test_a_completion_has_its_numbers_as_bytes_for_a_client_that_accepts_t
         assert (reply.status, (await reply.json())["error"]["type"]) == (400, "BadRequestError")
 
 
-async def test_max_tokens_is_cut_to_the_context(http):
-    choice = (await complete(http, max_tokens=10**6))["choices"][0]
-    assert (len(choice["token_ids"]), choice["finish_reason"]) == (CONTEXT - len(PROMPT), "length")
-
-
 @pytest.mark.parametrize("engine", ["embedded"], indirect=True)
 async def test_a_group_shares_its_prefill(http):  # vLLM caches whole blocks of 32 tokens only
     before = (await get(http, "/load"))[1]["prefills"]
@@ -187,39 +169,6 @@ async def test_a_group_shares_its_prefill(http):  # vLLM caches whole blocks of 
     assert (await post(http, "/reset_prefix_cache"))[0] == 200
     await complete(http, prompt=[2, 3, 4, 6])
     assert (await get(http, "/load"))[1]["prefills"] == before + 2
-
-
-async def update(http, path, version):
-    """The whole sequence; the status of each call."""
-    calls = (
-        ("/begin_weight_update", {}),
-        ("/init_weight_transfer_engine", {"init_info": {}}),
-        ("/update_weights", {"update_info": {"path": path}}),
-        ("/finish_weight_update", {"weight_version": version}),
-        ("/resume", {}),
-    )
-    return [(await post(http, route, body))[0] for route, body in calls]
-
-
-async def test_weights_go_there_and_back(http, models):
-    for version, folder in ((1, models[1]), (2, models[0]), (2, models[0])):
-        assert await update(http, f"{folder}/model.safetensors", version) == [200] * 5
-        assert (await get(http, "/load"))[1]["weight_version"] == version
-        reply = await complete(http, max_tokens=12)
-        assert reply["weight_version"] == version
-        choice = reply["choices"][0]
-        assert choice["logprobs"]["token_logprobs"] == pytest.approx(logprobs_of(folder, choice["token_ids"]), abs=1e-4)
-
-
-async def test_a_bad_file_is_400_and_the_old_weights_stay(http, models, tmp_path):
-    before = await complete(http, seed=9)
-    version = before["weight_version"]
-    (tmp_path / "cut.safetensors").write_bytes(Path(models[1], "model.safetensors").read_bytes()[:-64])
-    for path in (str(tmp_path / "cut.safetensors"), str(tmp_path / "absent")):
-        assert await update(http, path, 99) == [200, 200, 400, 409, 200]
-    assert (await get(http, "/load"))[1]["weight_version"] == version
-    after = await complete(http, seed=9)
-    assert after["choices"] == before["choices"]
 
 
 def running(address):

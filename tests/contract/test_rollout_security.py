@@ -45,28 +45,16 @@ GOOD = json.dumps({"prompt": PROMPT, "max_tokens": 2, "ignore_eos": True}).encod
 
 @pytest.mark.parametrize(
     "headers",
-    [
-        [],
-        [("Authorization", "")],
-        [("Authorization", TOKEN)],
-        [("Authorization", f"Bearer {TOKEN}x")],
-        [("Authorization", "Bearer ")],
-        [("Authorization", f"Bearer {TOKEN[:-1]}")],
-        [("Authorization", f"Basic {TOKEN}")],
-        [("Authorization", "Bearer \udcff\udc80")],
-        [("Authorization", f"Bearer {TOKEN}")] * 2,
-        [("Cookie", f"token={TOKEN}")],
-    ],
+    [[], [("Authorization", f"Bearer {TOKEN}x")], [("Authorization", f"Bearer {TOKEN}")] * 2],
 )
 def test_without_the_token_nothing_is_done(server, headers):
+    """Every other header: tests/unit/wire/test_access_token.py."""
     before = server.call("GET", "/load")
     for route in (*ROUTES, "/nowhere"):
-        if route != "/health":
-            for method in ("GET", "POST"):
-                status, reply = server.send(request(route, GOOD, headers, method))
-                assert status == 401, (method, route)
-                assert json.loads(reply)["error"]["type"] == "UnauthorizedError"
-    assert server.send(request("/health", GOOD, headers))[0] == 401  # only GET is free
+        for method in {"GET", "POST"} - ({"GET"} if route == "/health" else set()):
+            status, reply = server.send(request(route, GOOD, headers, method))
+            assert status == 401, (method, route)
+            assert json.loads(reply)["error"]["type"] == "UnauthorizedError"
     assert server.call("GET", "/load") == before
 
 
@@ -90,52 +78,19 @@ def test_no_request_of_a_web_page_is_taken_even_with_the_token(server, name, val
         assert server.send(sent.encode())[0] == expected, route
 
 
-def test_health_needs_no_token_and_the_scheme_no_case(server):
-    assert server.send(request("/health", b"", method="GET"))[0] == 200
-    assert server.send(request("/v1/completions", GOOD, [("Authorization", f"bearer {TOKEN}")]))[0] == 200
-
-
 def test_no_token_is_asked_for_before_the_body(server):
     # the announced body never comes
     assert server.send(request("/update_weights", b"", length=2**20))[0] == 401
 
 
-@pytest.mark.parametrize(
-    ("route", "limit"),
-    [
-        ("/v1/completions", 2**16 + 16 * (CONTEXT + 64)),
-        ("/update_weights", 2**24),
-        ("/pause", 2**16),
-        ("/finish_weight_update", 2**16),
-    ],
-)
-def test_large_bodies_are_413(server, route, limit):
-    headers = server.authorization()
-    status, reply = server.send(request(route, b"", headers, length=limit + 1))
+@pytest.mark.parametrize(("route", "limit"), [("/v1/completions", 2**16 + 16 * (CONTEXT + 64)), ("/pause", 2**16)])
+def test_large_bodies_of_unknown_size_are_413(server, route, limit):
+    """Those that say their size: the rule `limits` of `metronome conform`."""
+    head = request(route, b"", [*server.authorization(), ("Transfer-Encoding", "chunked")])
+    head = b"\r\n".join(line for line in head.split(b"\r\n") if not line.startswith(b"Content-Length"))
+    status, reply = server.send(head + b"%x\r\n%b\r\n0\r\n\r\n" % (limit + 1, b" " * (limit + 1)))
     assert status == 413
     assert f"at most {limit} bytes" in json.loads(reply)["error"]["message"]
-    if limit < 2**20:
-        chunked = [
-            f"POST {route} HTTP/1.1",
-            "Host: localhost",
-            "Connection: close",
-            *(": ".join(header) for header in headers),
-            "Transfer-Encoding: chunked",
-            "",
-            f"{limit + 1:x}",
-            " " * (limit + 1),
-            "0",
-            "",
-            "",
-        ]
-        assert server.send("\r\n".join(chunked).encode())[0] == 413
-
-
-def test_the_longest_prompt_is_no_large_body(server):
-    body = {"prompt": [63] * (CONTEXT - 1), "max_tokens": 1, "stop_token_ids": list(range(64))}
-    assert (
-        server.send(request("/v1/completions", json.dumps(body, indent=8).encode(), server.authorization()))[0] == 200
-    )
 
 
 def test_a_slow_body_is_waited_for_and_a_stalled_one_is_408(server):

@@ -1,6 +1,5 @@
 """The routes with text, asked by OpenAI's own client and by hand: one real server process of each engine."""
 
-import asyncio
 import json
 import re
 import shlex
@@ -170,16 +169,6 @@ def test_a_wrong_request_is_refused_in_openais_form(url, body, status, named):
     assert named in error["message"] or named == error["param"]
 
 
-def test_the_client_raises_its_own_errors(client, url):
-    with pytest.raises(openai.NotFoundError, match="another"):
-        client.completions.create(model="another", prompt=PROMPT)
-    with pytest.raises(openai.BadRequestError, match="context"):
-        client.completions.create(model=NAME, prompt=LONG)
-    stranger = openai.OpenAI(base_url=f"{url}/v1", api_key="wrong", max_retries=0)
-    with pytest.raises(openai.AuthenticationError, match="token"):
-        stranger.completions.create(model=NAME, prompt=PROMPT)
-
-
 @pytest.mark.parametrize("engine", ["embedded"], indirect=True)
 @pytest.mark.parametrize(
     "more", [{"stream": True}, {"logprobs": 0}, {"n": 2}, {"prompt": [PROMPT, "x"]}, {"never_heard_of": 1}]
@@ -189,19 +178,6 @@ def test_what_the_embedded_engine_lacks_is_refused_by_name(url, more):
     status, reply = ask(url, "POST", "/v1/completions", {"model": NAME, "prompt": PROMPT} | more)
     assert status == 400
     assert key in reply["error"]["message"]
-
-
-async def test_a_client_that_leaves_frees_its_slots(url):
-    before = figures(url)["generated"]
-    many = 16
-    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=TOKEN, max_retries=0) as client:
-        given = ASKED | {"prompt": PROMPT, "max_tokens": CONTEXT - 10}
-        tasks = [asyncio.create_task(client.completions.create(**given)) for _ in range(many)]
-        await asyncio.to_thread(wait_for, lambda: busy(url), "a response to be sampled")
-        for task in tasks:
-            task.cancel()
-    await asyncio.to_thread(wait_for, lambda: not busy(url), "the slots to be free")
-    assert figures(url)["generated"] - before < many * (CONTEXT - 10) / 2
 
 
 def busy(url):

@@ -4,6 +4,9 @@ import json
 
 from hypothesis import strategies as st
 
+from engine.instance import protocol
+from engine.wire.messages import BucketInfo
+
 ROUTES = (
     "/v1/completions",
     "/health",
@@ -22,37 +25,8 @@ ROUTES = (
     "/update_weights",
     "/finish_weight_update",
 )
-COMPLETION_KEYS = (
-    "prompt",
-    "max_tokens",
-    "temperature",
-    "top_p",
-    "top_k",
-    "seed",
-    "stop_token_ids",
-    "ignore_eos",
-    "n",
-    "logprobs",
-    "return_token_ids",
-    "model",
-    "prompt_logprobs",
-    "continued",
-    "stream",
-    "stop",
-)
-UPDATE_KEYS = (
-    "transport",
-    "version",
-    "stage",
-    "bucket",
-    "names",
-    "dtypes",
-    "shapes",
-    "checksums",
-    "path",
-    "staged",
-    "perturb",
-)
+COMPLETION_KEYS = (*sorted(protocol.COMPLETION_KEYS - {"routes"}), "stream", "stop")
+UPDATE_KEYS = (*BucketInfo.__struct_fields__, "perturb")
 WEIGHT_KEYS = {
     "/update_weights": "update_info",
     "/finish_weight_update": "weight_version",

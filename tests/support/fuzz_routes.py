@@ -1,26 +1,28 @@
 """A fuzz test of the HTTP routes of a rollout instance, whichever engine it is.
 
-    METRONOME_TOKEN=... PYTHONPATH=tests python tests/support/fuzz_routes.py http://127.0.0.1:8000 --examples 500
-
 Requests are written to a socket as bytes, so that they may break every rule. After each one: no 5xx, an answer or an
 end of the connection before the deadline, and, when it was refused, the same tokens and log-probabilities for a fixed
 request, by the same weight version.
 """
 
-import argparse
 import json
-import os
 import socket
 import time
 from dataclasses import dataclass, field
-from urllib.parse import urlsplit
 
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from support.fuzz_requests import cut_off, finishes, odd_http, request_bytes, table, updates, well_formed
+from support.fuzz_requests import finishes, request_bytes, updates
 
 BASE = {"transport": "base", "perturb": []}
+ALIKE = settings(
+    deadline=None,
+    database=None,
+    derandomize=True,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.generate, Phase.shrink],
+)
 
 
 def batched(items, size):
@@ -186,14 +188,7 @@ def _parse(received):
 def fuzz(server, examples, strategy, **how):
     """Run so many examples of one strategy; hypothesis shows the smallest failing one."""
 
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate, Phase.shrink],
-    )
+    @settings(ALIKE, max_examples=examples)
     @given(strategy)
     def run(raw):
         server.check(raw, **how)
@@ -205,14 +200,7 @@ def fuzz_update(server, examples):
     """Bad bodies in the middle of a weight update; then the weights of the model's folder,
     which it has, bring it to its end."""
 
-    @settings(
-        max_examples=examples,
-        deadline=None,
-        database=None,
-        derandomize=True,
-        suppress_health_check=list(HealthCheck),
-        phases=[Phase.generate, Phase.shrink],
-    )
+    @settings(ALIKE, max_examples=examples)
     @given(st.lists(updates, min_size=1, max_size=3), finishes)
     def run(bodies, finish):
         version = server.reference["version"] + 1
@@ -225,35 +213,3 @@ def fuzz_update(server, examples):
         assert server.state() == server.reference, bodies
 
     run()
-
-
-def fuzz_all(server, examples):
-    """Everything, against an instance that serves nobody else."""
-    server.begin()
-    server.check_all(table(server))
-    fuzz(server, examples, well_formed(server))
-    fuzz(server, examples, odd_http(server))
-    fuzz(server, examples, cut_off(server), end=True)
-
-
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("url")
-    parser.add_argument("--examples", type=int, default=300)
-    parser.add_argument("--updates", type=int, default=0, help="examples in the middle of a weight update")
-    parser.add_argument("--deadline", type=float, default=30.0)
-    arguments = parser.parse_args()
-    address = urlsplit(arguments.url)
-    server = Server(address.hostname, address.port, os.environ.get("METRONOME_TOKEN", ""), arguments.deadline)
-    started = time.monotonic()
-    fuzz_all(server, arguments.examples)
-    if arguments.updates:
-        fuzz_update(server, arguments.updates)
-    print(
-        f"no 5xx, no hang, no effect of what was refused: {server.checked} requests in "
-        f"{time.monotonic() - started:.0f} s"
-    )
-
-
-if __name__ == "__main__":
-    main()

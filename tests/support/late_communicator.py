@@ -10,17 +10,14 @@ class Late(DeviceBackend):
     """A backend whose groups make their communicator in the first broadcast, which blocks until all members have
     called theirs. That has no deadline, as with NCCL.
 
-    `eager`: `eager_connect_single_device` makes it too (NCCL's); else that does nothing (HCCL's). `connects`: whether
-    the members connect before the first broadcast, as BroadcastGroup has it. `stubborn`: an abort does not end the
-    making (NCCL's and HCCL's does not). `dies`: rank of a member that never takes part.
+    `eager`: `eager_connect_single_device` makes it too (NCCL's); else that does nothing (HCCL's).
+    `dies`: rank of a member that never takes part. An abort does not end the making, as NCCL's and HCCL's does not.
     """
 
     device = "cpu"
 
-    def __init__(self, eager=True, connects=True, stubborn=True, dies=None):
+    def __init__(self, eager=True, dies=None):
         self.eager = eager
-        self.connects = connects
-        self.stubborn = stubborn
         self.dies = dies
         self.over = threading.Event()
         """The end of the test: nothing blocks any longer."""
@@ -29,10 +26,6 @@ class Late(DeviceBackend):
     def make(self, place):
         self.made.append(LateGroup(self, place, Gloo().make(place)))
         return self.made[-1]
-
-    def connect(self, group, device):
-        if self.connects:
-            super().connect(group, device)
 
     def abort(self, group):
         group.abort()
@@ -67,7 +60,7 @@ class LateGroup:
             if self._place.rank != self._backend.dies:
                 self._place.store.add("members", 1)
             while self._place.store.add("members", 0) < self._place.world:
-                if self._backend.over.is_set() or (self.aborted.is_set() and not self._backend.stubborn):
+                if self._backend.over.is_set():
                     raise RuntimeError("the communicator was aborted")
                 time.sleep(0.005)
             self.connected = True

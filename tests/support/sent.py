@@ -5,7 +5,7 @@ import torch
 
 from engine.instance.embedded.engine import Engine, SamplingRequest
 from engine.instance.embedded.rollout_model import RolloutModel, bfloat16_available
-from engine.instance.embedded.sampling import Sampling
+from engine.instance.protocol import Sampling
 
 BF16 = pytest.param(
     torch.bfloat16, marks=pytest.mark.skipif(not bfloat16_available(), reason="this processor has no bf16 products")

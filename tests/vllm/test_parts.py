@@ -1,64 +1,24 @@
 """Parts of the vLLM instance that need no vLLM:
 the orchestrator's command, a worker's groups."""
 
-import contextlib
 import os
 import re
 import subprocess
 import sys
-import threading
 import types
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 import torch
 
 from engine.errors import BadInput, TransferError
-from engine.instance.vllm import serve, session
-from engine.instance.vllm.heads import widen_heads
+from engine.instance.vllm import serve
 from engine.instance.vllm.worker_extension import WorkerExtension
 from engine.run import vllm_command as commands
 from engine.run.commands import instance_command
-from engine.wire.weights.buckets import Buffers, pack_buckets
-from engine.wire.weights.groups import Rendezvous, join_group
-from support.late_communicator import late
-from support.runs import ROOT
+from support.runs import ROOT, wait_for
 from support.tiny_models import save
-from support.vllm_instance import config, packed
-
-
-class Layer(torch.nn.Module):
-    """Attention as vLLM's layer computes it: over flat heads, for some head sizes only."""
-
-    def __init__(self, num_heads, head_size, scale, num_kv_heads=None):
-        super().__init__()
-        assert head_size in (32, 64)
-        self.num_heads = num_heads
-        self.head_size = head_size
-        self.scale = scale
-        self.num_kv_heads = num_kv_heads
-
-    def forward(self, query, key, value):
-        query, key, value = (rows.view(len(rows), -1, self.head_size).transpose(0, 1) for rows in (query, key, value))
-        found = torch.nn.functional.scaled_dot_product_attention(
-            query, key, value, is_causal=True, scale=self.scale, enable_gqa=True
-        )
-        return found.transpose(0, 1).flatten(1)
-
-
-@pytest.mark.parametrize("size", [16, 24, 32, 48])
-def test_widened_heads_change_no_number(size):
-    class Wide(Layer):
-        pass
-
-    widen_heads(Wide, [32, 64])
-    torch.manual_seed(0)
-    query, key, value = (torch.randn(7, heads * size) for heads in (4, 2, 2))
-    found = Wide(4, size, size**-0.5, num_kv_heads=2)(query, key, value)
-    split = [rows.view(7, -1, size).transpose(0, 1) for rows in (query, key, value)]
-    expected = torch.nn.functional.scaled_dot_product_attention(*split, is_causal=True, enable_gqa=True)
-    assert torch.allclose(found, expected.transpose(0, 1).flatten(1), atol=1e-6)
+from support.vllm_instance import config
 
 
 @pytest.fixture
@@ -251,87 +211,14 @@ def test_no_watchdog_ends_an_instance_whose_transfer_fails(variables, transport)
     assert variables[name] == "3"
 
 
-class Worker(WorkerExtension):
-    """A worker of an instance whose second process it is, without vLLM; keeps the loaded tensors."""
-
-    def __init__(self, folder):
-        self.rank = 1
-        self.device = torch.device("cpu")
-        self.loaded = {}
-        tied = types.SimpleNamespace(tie_word_embeddings=False)
-        self.model_config = types.SimpleNamespace(model=folder, hf_text_config=tied)
-        self.vllm_config = types.SimpleNamespace(model_config=self.model_config)
-        model = types.SimpleNamespace(load_weights=self.load, modules=list)
-        self.model_runner = types.SimpleNamespace(get_model=lambda: model)
-
-    def load(self, tensors):
-        self.loaded |= {name: tensor.clone() for name, tensor in tensors}
-
-
-def until_done(worker, number):
-    while not (answer := worker.metronome("poll", number)).get("result", True):
-        pass
-    return answer
-
-
-@pytest.fixture
-def worker(monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "vllm", types.ModuleType("vllm"))
-    settings = types.ModuleType("vllm.config")
-    settings.set_current_vllm_config = lambda config: contextlib.nullcontext()
-    monkeypatch.setitem(sys.modules, "vllm.config", settings)
-    reload = types.SimpleNamespace(initialize_layerwise_reload=id, finalize_layerwise_reload=lambda *_: None)
-    monkeypatch.setattr(session, "_layerwise_reload", lambda: reload)
-    return Worker(save(tmp_path / "model", tie_word_embeddings=False))
-
-
-@pytest.fixture
-def backend(monkeypatch):
-    yield from late(monkeypatch)
-
-
-def test_a_worker_is_connected_over_its_device_before_the_first_bucket(backend, worker):
-    meeting = Rendezvous("127.0.0.1", "late", 20.0)
-    init = {
-        "transport": "late",
-        "stages": [meeting.address],
-        "rank": 1,  # the instance's first process; the worker is the next one
-        "world_size": 3,
-        "timeout_s": 20,
-    }
-    with ThreadPoolExecutor(2) as threads:
-        other = threads.submit(join_group, meeting.address, 1, 3, "late", 20.0, threading.Event())
-        gathering = threads.submit(meeting.gather, 3)
-        assert worker.metronome("begin", {"number": 1, "connect": init}) == {"result": None}
-        assert until_done(worker, 1) == {"result": True}
-        sender = gathering.result(20)
-        assert [group.device for group in backend.made] == [worker.device] * 3
-        held = {name: torch.randn(shape) for name, shape in worker._metronome_session._expected.items()}
-        (bucket,) = pack_buckets(held.items(), None, 10**9, Buffers(1, 1.0))
-        info = {"transport": "late", "stage": 0, **bucket.wire()}
-        assert worker.metronome("begin", {"number": 2, "receive": info})["status"] == 409  # before start
-        worker.metronome("start")
-        sent = sender.broadcast(*bucket.pieces())  # returns before the worker is told
-        assert worker.metronome("begin", {"number": 2, "receive": info}) == {"result": None}
-        reception = other.result(20).broadcast(*(torch.empty_like(piece) for piece in bucket.pieces()))
-        assert until_done(worker, 2) == {"result": True}
-        for transfer in (sent, reception):
-            transfer.wait()
-        assert worker.metronome("finish", 4) == {"result": None}
-    assert all(torch.equal(worker.loaded[name], tensor) for name, tensor in held.items())
-    assert worker.metronome("state")["result"]["weight_version"] == 4
-
-
-def test_a_worker_refuses_a_malformed_meeting_and_a_job_that_was_replaced(worker):
+def test_a_worker_refuses_a_malformed_meeting_and_a_job_that_was_replaced(tmp_path):
+    worker = WorkerExtension()
+    worker.rank = 1
+    worker.device = torch.device("cpu")
+    model_config = types.SimpleNamespace(model=save(tmp_path / "model"))
+    worker.vllm_config = types.SimpleNamespace(model_config=model_config)
     init = {"transport": "hccl", "stages": [{"host": "::", "port": 9}], "rank": 1, "world_size": 5, "timeout_s": 5}
     worker.metronome("begin", {"number": 1, "connect": init | {"stages": []}})
-    assert until_done(worker, 1)["status"] == 400
+    wait_for(lambda: worker.metronome("poll", 1).get("status") == 400, "the refusal")
     worker.metronome("begin", {"number": 3, "connect": {}})
     assert worker.metronome("poll", 1)["kind"] == TransferError.__name__
-
-
-def test_buckets_split_layers(tmp_path):
-    """What the update tests rely on."""
-    model = Path(save(tmp_path / "model", tie_word_embeddings=True, head_dim=16))
-    pieces = [bucket for bucket in packed(model) if any(".layers.0." in spec.name for spec in bucket.specs)]
-    assert len(pieces) > 1

@@ -144,8 +144,9 @@ def test_a_run_whose_instances_batches_change_a_bit_ends_with_their_message(sett
     assert not (tmp_path / "run/policy").exists()
 
 
-def test_replicas_that_share_experts_train_from_a_live_queue(problems, tmp_path):
+def test_replicas_that_share_experts_train_from_a_live_queue(problems, tmp_path, monkeypatch):
     """The embedded engine samples from no mixture, so elsewhere these ranks only ever meet recorded groups."""
+    monkeypatch.setenv("PYTHONPATH", str(ROOT / "tests/support/vllm_plugin"))
     tokenizer = byte_tokenizer(512)
     tokenizer.save_pretrained(tmp_path / "mixture")
     model = save(

@@ -3,11 +3,9 @@ sends one bucket and writes the next one, while the one after it is gathered."""
 
 from __future__ import annotations
 
-import queue
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import wait
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Protocol
@@ -42,85 +40,51 @@ Step = Callable[[Bucket, BucketInfo], object]
 
 
 class SendPipeline:
-    """Takes buckets through steps, in order, with one thread per step. A bucket is released after the last step.
+    """Takes buckets through steps, in order: each step has one bucket at a time. A bucket is released after the last.
 
     After an error the steps skip all buckets until `restart_steps`.
     """
 
-    def __init__(
-        self,
-        steps: Sequence[Step],
-        release: Callable[[Bucket], None],
-        timeout_s: float,
-    ) -> None:
+    def __init__(self, steps: Sequence[Step], release: Callable[[Bucket], None], timeout_s: float) -> None:
         """`release`: frees a bucket's memory."""
         self._steps = steps
         self._release = release
         self._timeout_s = timeout_s
-        self._queues: list[queue.Queue[tuple[Bucket, BucketInfo]]] = [queue.Queue() for _ in steps]
-        self._changed = threading.Condition()
-        self._put = 0
-        self._passed = 0
-        self._error: BaseException | None = None
-        for number in range(len(steps)):
-            threading.Thread(target=self._run_step, args=(number,), name=f"send-weights-{number}", daemon=True).start()
+        self._last: list[Future[None]] = []
+        """The steps of the last bucket."""
 
     def put_bucket(self, bucket: Bucket, info: BucketInfo) -> None:
-        """Put a bucket into the first step's queue."""
-        with self._changed:
-            self._put += 1
-        self._queues[0].put((bucket, info))
+        """Begin with a bucket, once the last one has passed the first step."""
+        own: list[Future[None]] = []
+        for number in range(len(self._steps)):
+            after = [*own[-1:], *self._last[number : number + 1]]
+            run = partial(self._run_step, number=number, after=after, bucket=bucket, info=info)
+            own.append(in_thread(f"send-weights-{number}", run))
+        self._last = own
+
+    def _run_step(self, number: int, after: list[Future[None]], bucket: Bucket, info: BucketInfo) -> None:
+        try:
+            for earlier in after:
+                earlier.result()
+            self._steps[number](bucket, info)
+        finally:
+            if number + 1 == len(self._steps):
+                self._release(bucket)
 
     def wait_for_steps(self) -> None:
         """Wait until all buckets have passed all steps. Raises the error of a step, or DeadlineError."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._passed == self._put, self._timeout_s):
-                raise DeadlineError(
-                    f"{self._put - self._passed} buckets of weights were not sent within {self._timeout_s:g} s"
-                )
-            if self._error is not None:
-                raise self._error
+        self._wait()
+        for step in self._last:
+            step.result()
 
     def restart_steps(self) -> None:
         """Wait until no bucket is in progress, and clear the error of a step. Raises DeadlineError."""
-        try:
-            self.wait_for_steps()
-        except MetronomeError:
-            with self._changed:
-                self._error = None
-            self.wait_for_steps()
+        self._wait()
+        self._last = []
 
-    def _run_step(self, number: int) -> None:
-        while True:
-            bucket, info = self._queues[number].get()  # no deadline: having nothing to send is not an error
-            if self._error is None:
-                try:
-                    self._steps[number](bucket, info)
-                except BaseException as error:  # noqa: BLE001 - raised again in `wait_for_steps`
-                    self._error = error
-            if number + 1 < len(self._steps):
-                self._queues[number + 1].put((bucket, info))
-            else:
-                self._release(bucket)
-                with self._changed:
-                    self._passed += 1
-                    self._changed.notify_all()
-            del bucket, info  # otherwise this thread would hold the tensors until the next bucket
-
-
-class Background:
-    """A call that runs in its own thread and starts at once."""
-
-    def __init__(self, act: Callable[[], None], late: str) -> None:
-        """`late`: message of the DeadlineError if the call does not end in time."""
-        self._late = late
-        self._done = in_thread("weights", act)
-
-    def result(self, timeout_s: float) -> None:
-        """Wait for the call to end, and raise its error. Raises DeadlineError."""
-        if not wait([self._done], timeout_s).done:
-            raise DeadlineError(f"{self._late} within {timeout_s:g} s")
-        self._done.result()
+    def _wait(self) -> None:
+        if wait(self._last, self._timeout_s).not_done:
+            raise DeadlineError(f"a bucket of weights was not sent within {self._timeout_s:g} s")
 
 
 ATTEMPTS = 6
@@ -151,13 +115,6 @@ class Retry(TransferError):
     """An instance failed, so the orchestrator asks to repeat the publish."""
 
 
-class RankRole(msgspec.Struct):
-    """A rank's part in an export."""
-
-    stage: int
-    exports: bool
-
-
 class Outcome(msgspec.Struct):
     """The result of a rank's part of an attempt. It succeeded if neither `retry` nor `failure` is set."""
 
@@ -165,6 +122,7 @@ class Outcome(msgspec.Struct):
     """Whether the publish must be repeated."""
     failure: Failure | None = None
     stage: int = 0
+    """The rank's pipeline stage."""
     meeting: MeetingPlace | None = None
     """Where the stage's communication group meets; set by the rank that sends the stage."""
 
@@ -198,8 +156,7 @@ class Publisher:
         self._dtype = dtype
         self._bucket_bytes = bucket_bytes
         self._timeout_s = timeout_s
-        roles = ranks.gather(RankRole(ranks.stage, ranks.exports))
-        self._stages = 1 + max(role.stage for role in roles)
+        self._stages = 1 + max(one.stage for one in ranks.gather(Outcome(stage=ranks.stage)))
         self._transport = transport
         self._buffers = Buffers(UNDER_WAY if ranks.writes else 0, timeout_s, self._transport.device)
         self._pipeline = self._make_pipeline() if ranks.writes else None
@@ -281,36 +238,28 @@ class Publisher:
     def _connect(self, version: int, opened: SyncOpened) -> bool:
         """Create the communication groups of the stages with the instances. Return False if the publish must be
         repeated."""
-        meetings = self._ranks.gather(self._open_meeting(opened.local))
-        if not _all_succeeded(meetings):
+        meet = partial(self._transport.meet, opened.local)
+        outcomes = self._ranks.gather(self._outcome_of(meet) if self._ranks.writes else Outcome())
+        if not _all_succeeded(outcomes):
             return False
-        by_stage = sorted((one for one in meetings if one.meeting is not None), key=lambda one: one.stage)
-        connect = ConnectSync(
-            version=version,
-            transport=self._transport.name,
-            stages=tuple(one.meeting for one in by_stage if one.meeting is not None),
+        meetings = {one.stage: one.meeting for one in outcomes if one.meeting is not None}
+        stages = tuple(meetings[stage] for stage in sorted(meetings))
+        connect = ConnectSync(version=version, transport=self._transport.name, stages=stages)
+        joining = (
+            in_thread("weights", partial(self._transport.gather, opened.world_size)) if self._ranks.writes else None
         )
-        gather = partial(self._transport.gather, opened.world_size)
-        late = "the groups of the weight transfer were not made"
-        joining = Background(gather, late) if self._ranks.writes else None
         retry = self._ranks.from_first(
             lambda: self._connection.ask(connect) if opened.world_size > 1 else Proceed()
         ).retry
         if retry and joining is not None:
             self._transport.call_off()
-        outcome = self._outcome_of(lambda: joining.result(self._timeout_s)) if joining is not None else Outcome()
+        outcome = self._outcome_of(lambda: self._wait_for_groups(joining)) if joining is not None else Outcome()
         return self._all_succeeded(Outcome(retry=True) if retry else outcome)
 
-    def _open_meeting(self, local: bool) -> Outcome:
-        outcome = Outcome(stage=self._ranks.stage)
-
-        def meet() -> None:
-            outcome.meeting = self._transport.meet(local)
-
-        if not self._ranks.writes:
-            return outcome
-        failed = self._outcome_of(meet)
-        return failed if failed.failure is not None or failed.retry else outcome
+    def _wait_for_groups(self, joining: Future[None]) -> None:
+        if not wait([joining], self._timeout_s).done:
+            raise DeadlineError(f"the groups of the weight transfer were not made within {self._timeout_s:g} s")
+        joining.result()
 
     # buckets --------------------------------------------------------------------------------------
 
@@ -340,7 +289,7 @@ class Publisher:
         if self._ranks.stage != stage or pipeline is None:
             return Outcome()
         outcome = self._outcome_of(pipeline.wait_for_steps)
-        if outcome != Outcome():
+        if outcome.retry or outcome.failure is not None:
             self._transport.call_off()
         return outcome
 
@@ -364,15 +313,14 @@ class Publisher:
 
     # agreement ------------------------------------------------------------------------------------
 
-    def _outcome_of(self, act: Callable[[], None]) -> Outcome:
-        """Call `act` and return the outcome, which holds the MetronomeError of `act` if it failed."""
+    def _outcome_of(self, act: Callable[[], MeetingPlace | None]) -> Outcome:
+        """Call `act` and return the outcome: its result, or its MetronomeError if it failed."""
         try:
-            act()
+            return Outcome(stage=self._ranks.stage, meeting=act())
         except TransferError:
             return Outcome(retry=True)
         except MetronomeError as error:
             return Outcome(failure=Failure.of(error))
-        return Outcome()
 
     def _all_succeeded(self, outcome: Outcome) -> bool:
         """Return whether all ranks succeeded; False if the publish must be repeated. Raises a rank's error on all of

@@ -100,7 +100,7 @@ def _warm_engine(options: argparse.Namespace) -> Engine:
 
     from engine.instance.embedded.engine import Engine, SamplingRequest
     from engine.instance.embedded.rollout_model import RolloutModel
-    from engine.instance.embedded.sampling import Sampling
+    from engine.instance.protocol import Sampling
 
     disable_progress_bar()
     torch.set_num_threads(options.threads)

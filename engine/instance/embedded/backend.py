@@ -4,7 +4,6 @@ thread copies them into the model."""
 from __future__ import annotations
 
 import asyncio
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,27 +13,80 @@ from torch.profiler import ProfilerActivity
 from engine.errors import BadInput, MetronomeError
 from engine.instance.embedded.engine import Engine
 from engine.instance.embedded.engine_thread import EngineThread
-from engine.instance.embedded.sampling import Sampling
 from engine.instance.embedded.weight_load import Named
 from engine.instance.protocol import Completion, RequestLimits
 from engine.instance.receiver import Receiver
-from engine.instance.refusals import NO_PROFILES, Conflict
+from engine.instance.refusals import NO_PROFILES
 from engine.instance.replies import Result
 from engine.platform.base import torch_profiler
 from engine.types import JsonObject
 from engine.wire.weights.backends import BACKENDS
 
 
-class Updates:
-    """The steps of a weight update, one at a time. The routes never cancel a running step, because it must end."""
+class EmbeddedBackend:
+    """A Backend that calls the engine in the engine's thread.
 
-    def __init__(self, worker: EngineThread, base: Path) -> None:
-        """`base`: folder that the model was loaded from."""
+    The steps of a weight update run one at a time. The routes never cancel a running step, because it must end.
+    """
+
+    world_size = 1
+
+    def __init__(self, worker: EngineThread, limits: RequestLimits, model: str, profile: Path | None = None) -> None:
+        """`model`: folder that the model was loaded from; `profile`: file that a profile is written to, without the
+        suffix .json.gz; None: profiling is off."""
+        self.limits = limits
+        self.model = model
         self._worker = worker
-        self._base = base
+        self._profile = profile
+        self._recording: Any = None
         self._receiver = Receiver()
         self._step = asyncio.Lock()
         self._loading: asyncio.Task[None] | None = None
+
+    async def complete(self, asked: Completion, on_token: Callable[[int, float], None] | None = None) -> Result:
+        """Sample one response. `on_token` is called with each token and its log-probability. Raise Conflict after a
+        weight update that failed half-way."""
+        return await self._worker.complete(asked.prompt, asked, asked.prompt_logprobs, on_token)
+
+    async def check_health(self) -> None:
+        """Do nothing: as long as the process lives, so does the engine's thread."""
+
+    async def load(self) -> dict[str, int]:
+        """Return Engine.load."""
+        return await self._worker.call(Engine.load)
+
+    async def metrics(self) -> bytes:
+        """Return nothing: the engine has no metrics beyond those of every instance."""
+        return b""
+
+    async def pause(self, abort: bool) -> None:
+        """Call Engine.pause and wait until nothing runs."""
+        await self._worker.pause(abort)
+
+    async def resume(self) -> None:
+        """Call Engine.resume."""
+        await self._worker.call(Engine.resume)
+
+    async def start_profile(self) -> None:
+        """Make torch's profiler record the engine's thread."""
+        if self._profile is None:
+            raise BadInput(NO_PROFILES)
+        self._recording = torch_profiler(self._profile.parent, self._profile.name, [ProfilerActivity.CPU])
+        await self._worker.call(lambda engine: self._recording.start())
+
+    async def stop_profile(self) -> None:
+        """Write the recorded profile. Nothing is sampled during this."""
+        await self._worker.call(lambda engine: self._recording.stop())
+
+    async def score(self, token_ids: tuple[int, ...]) -> list[float]:
+        """Return the log-probabilities of RolloutModel.scored_prefill."""
+        return await self._worker.call(lambda engine: engine.model.scored_prefill(list(token_ids))[1])
+
+    async def reset_prefix_cache(self) -> None:
+        """Call PromptCache.drop_prompts."""
+        await self._worker.call(lambda engine: engine.prompts.drop_prompts())
+
+    # weights --------------------------------------------------------------------------------------
 
     async def connect(self, init_info: JsonObject) -> None:
         """Call Receiver.connect, which cancels a transfer or a connect in progress."""
@@ -78,7 +130,7 @@ class Updates:
         if transport not in BACKENDS:
             await self._wait_for_previous()
             await self._load_bucket(
-                lambda: list(self._receiver.receive(update_info, self._base)), cast=transport == "base"
+                lambda: list(self._receiver.receive(update_info, Path(self.model))), cast=transport == "base"
             )
             return
         places = await self._worker.call(lambda engine: engine.lend(update_info["names"]))
@@ -105,79 +157,3 @@ class Updates:
             await self._worker.call(Engine.fail_update)
             raise
         await self._worker.call(lambda engine: engine.update(tensors, cast))
-
-
-class EmbeddedBackend(Updates):
-    """A Backend that calls the engine in the engine's thread. Its base class handles the weight updates."""
-
-    world_size = 1
-
-    def __init__(self, worker: EngineThread, limits: RequestLimits, model: str, profile: Path | None = None) -> None:
-        """`profile`: file that a profile is written to, without the suffix .json.gz; None: profiling is off."""
-        super().__init__(worker, Path(model))
-        self._profile = profile
-        self._recording: Any = None
-        self.limits = limits
-        self.model = model
-
-    async def complete(self, asked: Completion, on_token: Callable[[int, float], None] | None = None) -> Result:
-        """Sample one response. `on_token` is called with each token and its log-probability. Raise Conflict after a
-        weight update that failed half-way."""
-        return await self._worker.complete(asked.prompt, sampling_of(asked), asked.prompt_logprobs, on_token)
-
-    async def check_health(self) -> None:
-        """Do nothing: as long as the process lives, so does the engine's thread."""
-
-    async def load(self) -> dict[str, int]:
-        """Return Engine.load."""
-        return await self._worker.call(Engine.load)
-
-    async def metrics(self) -> bytes:
-        """Return nothing: the engine has no metrics beyond those of every instance."""
-        return b""
-
-    async def pause(self, abort: bool) -> None:
-        """Call Engine.pause and wait until nothing runs."""
-        await self._worker.pause(abort)
-
-    async def resume(self) -> None:
-        """Call Engine.resume."""
-        await self._worker.call(Engine.resume)
-
-    async def start_profile(self) -> None:
-        """Make torch's profiler record the engine's thread."""
-        if self._profile is None:
-            raise BadInput(NO_PROFILES)
-        if self._recording is not None:
-            raise Conflict("a profile is being recorded already; send /stop_profile first")
-        self._recording = torch_profiler(self._profile.parent, self._profile.name, [ProfilerActivity.CPU])
-        await self._worker.call(lambda engine: self._recording.start())
-
-    async def stop_profile(self) -> None:
-        """Write the recorded profile. Nothing is sampled during this."""
-        if self._recording is None:
-            raise Conflict("no profile is being recorded; send /start_profile first")
-        recorded = self._recording
-        self._recording = None
-        await self._worker.call(lambda engine: recorded.stop())
-
-    async def score(self, token_ids: tuple[int, ...]) -> list[float]:
-        """Return the log-probabilities of RolloutModel.scored_prefill."""
-        return await self._worker.call(lambda engine: engine.model.scored_prefill(list(token_ids))[1])
-
-    async def reset_prefix_cache(self) -> None:
-        """Call PromptCache.drop_prompts."""
-        await self._worker.call(lambda engine: engine.prompts.drop_prompts())
-
-
-def sampling_of(asked: Completion) -> Sampling:
-    """Return the sampling parameters of a completion. Without a seed it gets a random one."""
-    return Sampling(
-        max_tokens=asked.max_tokens,
-        temperature=asked.temperature,
-        top_p=asked.top_p,
-        top_k=asked.top_k,
-        seed=int.from_bytes(os.urandom(7)) if asked.seed is None else asked.seed,
-        stop_ids=asked.stop_ids,
-        continued=asked.continued,
-    )

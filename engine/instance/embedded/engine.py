@@ -15,8 +15,9 @@ from torch import Tensor
 from engine.errors import BadInput
 from engine.instance.embedded.cache import BLOCK, ConversationCache, KeyValueCache, Prefill, PromptCache
 from engine.instance.embedded.rollout_model import RolloutModel
-from engine.instance.embedded.sampling import Sampling, sample_tokens
+from engine.instance.embedded.sampling import draw_uniforms, sample_tokens
 from engine.instance.embedded.weight_load import Named, WeightLoad
+from engine.instance.protocol import Sampling
 from engine.instance.refusals import Conflict
 from engine.instance.replies import FinishReason, Result
 from engine.run.sizes import PROMPTS_KEPT, decoded_slots, kept_slots
@@ -35,7 +36,7 @@ class SamplingRequest:
     """Called once with the result, in the engine's thread, unless the request is cancelled."""
     score_prompt: bool = False
     """Whether to compute the prompt's log-probabilities."""
-    on_token: Callable[[int, float], None] | None = None
+    on_token: Callable[[int, float], object] | None = None
     """Called with each sampled token and its log-probability, in the engine's thread, before `reply`."""
     prompt_logprobs: list[float] | None = None
     token_ids: list[int] = field(default_factory=list)
@@ -146,7 +147,7 @@ class Engine:
                 pieces = [self._scored_prefill(request)] if request.score_prompt else next(found)
                 self.cache.reserve(len(request.prompt) + 1, self.max_context)
                 self.cache.fill(len(self.running), pieces)
-                request.uniforms = request.sampling.uniforms()
+                request.uniforms = draw_uniforms(request.sampling)
                 self.running.append(request)
                 after = pieces[-1].logits
                 assert after is not None, "the last piece of a prompt has the logits after it"

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
 from typing import TypeVar
 
 from engine.errors import DeadlineError, MetronomeError
 from engine.instance.embedded.engine import Engine, SamplingRequest
-from engine.instance.embedded.sampling import Sampling
+from engine.instance.protocol import Sampling
 from engine.instance.replies import Result
 
 T = TypeVar("T")
@@ -52,47 +54,35 @@ class EngineThread:
 
         `on_token` is called in the event loop with each token and its log-probability, as soon as it is sampled.
         """
-        future: asyncio.Future[Result] = self._loop.create_future()
-        request = SamplingRequest(prompt, sampling, lambda result: self._resolve(future, result), score_prompt)
+        done: Future[Result] = Future()
+        request = SamplingRequest(prompt, sampling, lambda result: _settle(done, lambda: result), score_prompt)
         if on_token is not None:
-            request.on_token = lambda token, logprob: self._tell(on_token, token, logprob)
-        self._calls.put(lambda: self._submit(request, future))
+            request.on_token = lambda token, logprob: self._loop.call_soon_threadsafe(on_token, token, logprob)
+        self._calls.put(lambda: self._submit(request, done))
         try:
-            return await future
-        finally:
-            if future.cancelled():
-                self._calls.put(lambda: self._engine.cancel(request))
+            return await asyncio.wrap_future(done)
+        except asyncio.CancelledError:
+            self._calls.put(lambda: self._engine.cancel(request))
+            raise
 
-    def _tell(self, on_token: Callable[[int, float], None], token: int, logprob: float) -> None:
-        self._loop.call_soon_threadsafe(on_token, token, logprob)
-
-    def _submit(self, request: SamplingRequest, future: asyncio.Future[Result]) -> None:
+    def _submit(self, request: SamplingRequest, done: Future[Result]) -> None:
         try:
             self._engine.submit(request)
         except MetronomeError as error:
-            self._loop.call_soon_threadsafe(_fail, future, error)
+            with contextlib.suppress(InvalidStateError):
+                done.set_exception(error)
 
     async def call(self, function: Callable[[Engine], T]) -> T:
         """Call a function with the engine between two steps. Return its result, or raise its MetronomeError."""
-        future: asyncio.Future[T] = self._loop.create_future()
-
-        def carry_out() -> None:
-            try:
-                self._resolve(future, function(self._engine))
-            except MetronomeError as error:
-                self._loop.call_soon_threadsafe(_fail, future, error)
-
-        self._calls.put(carry_out)
-        return await future
+        done: Future[T] = Future()
+        self._calls.put(lambda: _settle(done, lambda: function(self._engine)))
+        return await asyncio.wrap_future(done)
 
     async def pause(self, abort: bool) -> None:
         """Call Engine.pause and wait until nothing runs."""
-        future: asyncio.Future[None] = self._loop.create_future()
-        self._calls.put(lambda: self._engine.pause(abort, lambda: self._resolve(future, None)))
-        await future
-
-    def _resolve(self, future: asyncio.Future[T], value: T) -> None:
-        self._loop.call_soon_threadsafe(_succeed, future, value)
+        done: Future[None] = Future()
+        self._calls.put(lambda: self._engine.pause(abort, lambda: _settle(done, lambda: None)))
+        await asyncio.wrap_future(done)
 
     def _run(self) -> None:
         try:
@@ -114,11 +104,10 @@ class EngineThread:
         return True
 
 
-def _succeed(future: asyncio.Future[T], value: T) -> None:
-    if not future.done():  # else it was cancelled because the client has left
-        future.set_result(value)
-
-
-def _fail(future: asyncio.Future[T], error: MetronomeError) -> None:
-    if not future.done():
-        future.set_exception(error)
+def _settle(done: Future[T], act: Callable[[], T]) -> None:
+    """Call `act`, and give its result or its MetronomeError to whoever waits, unless that one has left."""
+    with contextlib.suppress(InvalidStateError):
+        try:
+            done.set_result(act())
+        except MetronomeError as error:
+            done.set_exception(error)

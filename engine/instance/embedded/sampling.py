@@ -2,37 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import os
 
 import torch
 from torch import Tensor
+
+from engine.instance.protocol import Sampling
 
 CACHED = 2**18
 """Number of logits that a thread samples from at a time: the passes over them then read a core's cache, not memory."""
 
 
-@dataclass(frozen=True)
-class Sampling:
-    """How one response is sampled. Parsing the request has checked the values (engine.instance.protocol)."""
+def draw_uniforms(sampling: Sampling) -> list[float]:
+    """Return `max_tokens` random numbers in [0, 1), one for each token to sample.
 
-    max_tokens: int
-    temperature: float = 1.0
-    """0 takes the most likely token."""
-    top_p: float = 1.0
-    top_k: int = 0
-    """0 turns it off."""
-    seed: int = 0
-    stop_ids: frozenset[int] = frozenset()
-    continued: int = 0
-    """Number of the response's tokens that were sampled earlier and are part of the prompt."""
-
-    def uniforms(self) -> list[float]:
-        """Return `max_tokens` random numbers in [0, 1), one for each token to sample.
-
-        They depend only on the seed, not on what else is sampled. A continued response continues the same sequence.
-        """
-        count = self.continued + self.max_tokens
-        return torch.rand(count, generator=torch.Generator().manual_seed(self.seed)).tolist()[self.continued :]
+    They depend only on the seed, not on what else is sampled; without one they are different at each call. A continued
+    response continues the same sequence.
+    """
+    seed = int.from_bytes(os.urandom(7)) if sampling.seed is None else sampling.seed
+    count = sampling.continued + sampling.max_tokens
+    return torch.rand(count, generator=torch.Generator().manual_seed(seed)).tolist()[sampling.continued :]
 
 
 def sample_tokens(logits: Tensor, params: list[Sampling], uniforms: list[float]) -> tuple[list[int], list[float]]:

@@ -12,9 +12,8 @@ from reprlib import repr as repr_short
 from engine.data.tokenizer import Tokenizer, render_chat
 from engine.errors import BadInput
 from engine.instance import protocol
-from engine.instance.asgi import Message, Receive, Send, send_json, unless_client_leaves
 from engine.instance.embedded.backend import EmbeddedBackend
-from engine.instance.http import CHAT
+from engine.instance.http import CHAT, Message, Receive, Send, send_json, unless_client_leaves
 from engine.instance.protocol import Completion, RequestLimits
 from engine.instance.refusals import Conflict, Refusal
 from engine.types import JsonObject

@@ -108,7 +108,6 @@ class VllmBackend:
         )
         self._experts = read_shape(Path(self.model)).experts if routes else None
         self._profiles = config.profiler_config.profiler is not None
-        self._profiling = False
         self.world_size: int = config.parallel_config.world_size_across_dp
         self._engine = engine
         self._seats = config.scheduler_config.max_num_seqs
@@ -211,16 +210,10 @@ class VllmBackend:
         """Make vLLM's workers record a profile, as its `profiler_config` says."""
         if not self._profiles:
             raise BadInput(NO_PROFILES)
-        if self._profiling:
-            raise Conflict("a profile is being recorded already; send /stop_profile first")
         await self._engine.start_profile()
-        self._profiling = True
 
     async def stop_profile(self) -> None:
         """Make vLLM's workers write the recorded profile."""
-        if not self._profiling:
-            raise Conflict("no profile is being recorded; send /start_profile first")
-        self._profiling = False
         await self._engine.stop_profile()
 
     async def pause(self, abort: bool) -> None:
@@ -293,16 +286,7 @@ class VllmBackend:
 
     async def score(self, token_ids: tuple[int, ...]) -> list[float]:
         """Return vLLM's log-probabilities of a prompt. Other completions stay held back until `resume`."""
-        probe = Completion(
-            prompt=token_ids,
-            max_tokens=1,
-            temperature=1.0,
-            top_p=1.0,
-            top_k=0,
-            seed=0,
-            stop_ids=frozenset(),
-            prompt_logprobs=True,
-        )
+        probe = Completion(prompt=token_ids, max_tokens=1, prompt_logprobs=True)
         async with self._control:
             await self._engine.resume_generation()
             output = await self._generate(probe)

@@ -10,8 +10,7 @@ import argparse
 import json
 from collections.abc import Awaitable, Callable
 
-from engine.instance.asgi import Message, Receive, Send
-from engine.instance.http import COMPLETION, InstanceApp
+from engine.instance.http import COMPLETION, InstanceApp, Message, Receive, Send
 from engine.instance.vllm.backend import VllmBackend
 from engine.types import JsonObject
 

@@ -4,8 +4,9 @@ loads them."""
 from __future__ import annotations
 
 import os
-import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
+from concurrent.futures import Future
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,9 @@ from safetensors import safe_open
 from torch import Tensor, nn
 
 from engine.errors import BadInput, TransferError
-from engine.instance.receiver import Receiver
+from engine.instance.receiver import Named, Receiver
 from engine.instance.refusals import Conflict
+from engine.run.process import in_thread
 from engine.types import JsonObject
 
 KEEP_STALE_HEAD = "METRONOME_TEST_KEEP_STALE_HEAD"
@@ -40,7 +42,8 @@ class WeightSession:
         self._loaded: set[str] | None = None  # names loaded by the current update
         self._version = 0
         self._damaged = False
-        self._job: _Job | None = None
+        self._job: tuple[int, Future[list[Named] | None] | None] | None = None
+        """Number of the last job, and its work; None for a job whose work is done."""
 
     # state ----------------------------------------------------------------------------------------
 
@@ -57,32 +60,31 @@ class WeightSession:
         `job`: {"number", "connect": init_info} or {"number", "receive": update_info}. It replaces an older job; joining
         new groups also cancels waits in the older ones. `poll` says whether the job is done.
         """
+        number = job["number"]
         if "connect" in job:
             init_info = job["connect"]  # this worker's rank in the groups is the instance's first rank plus its own
-            self._job = _Job(job["number"], lambda: self._receiver.connect(init_info, self._worker.rank))
+            connect = partial(self._receiver.connect, init_info, self._worker.rank)
+            self._job = number, in_thread("weights", connect)
             return
         info = job["receive"]
         if self._loaded is None:
             raise Conflict("weights arrived outside an update: call /begin_weight_update first")
-        work: Callable[[], Any] | None = None
         if info.get("transport") == "base":  # needs no sender, and is too large to hold at once
             self._load(self._receiver.receive(info, self._base))
+            self._job = number, None
         else:  # received completely before loading, so that no part of a refused bucket is loaded
-
-            def work() -> list[tuple[str, Tensor]]:
-                return list(self._receiver.receive(info, self._base))
-
-        self._job = _Job(job["number"], work)
+            self._job = number, in_thread("weights", lambda: list(self._receiver.receive(info, self._base)))
 
     def poll(self, number: int) -> bool:
         """Return whether the job is done; if so, the weights that it received are in the model. Raise its error, or
         TransferError if a newer job has replaced it."""
-        job = self._job
-        if job is None or job.number != number:
+        if self._job is None or self._job[0] != number:
             raise TransferError("the weight transfer was cancelled by a newer one")
-        if not job.done:
+        work = self._job[1]
+        if work is not None and not work.done():
             return False
-        if found := job.take():
+        self._job = number, None
+        if work is not None and (found := work.result()):
             self._load(found)
         return True
 
@@ -176,45 +178,6 @@ class WeightSession:
         if self._tied:
             with self._with_vllm_config(), torch.no_grad():
                 method.process_weights_after_loading(head)
-
-
-class _Job:
-    """Work in a thread that ends with a result or an error."""
-
-    def __init__(self, number: int, work: Callable[[], Any] | None) -> None:
-        """Start the work. Without `work` the job is done at once."""
-        self.number = number
-        self._work = work
-        self._result: Any = None
-        self._error: BaseException | None = None
-        self._ended = threading.Event()
-        if work is None:
-            self._ended.set()
-        else:
-            threading.Thread(target=self._run, name="weights", daemon=True).start()
-
-    def _run(self) -> None:
-        try:
-            self._result = self._work() if self._work else None
-        except BaseException as error:  # `take` raises it, whatever its type
-            self._error = error
-        finally:
-            self._ended.set()
-
-    @property
-    def done(self) -> bool:
-        """Whether the work has ended."""
-        return self._ended.is_set()
-
-    def take(self) -> Any:  # noqa: ANN401
-        """Return the result, or raise the work's error. The result is dropped after the first call."""
-        result = self._result
-        self._result = None
-        error = self._error
-        self._error = None
-        if error is not None:
-            raise error
-        return result
 
 
 def _copy_pending(info: Any) -> None:  # noqa: ANN401

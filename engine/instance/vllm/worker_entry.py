@@ -1,10 +1,8 @@
 """The module named by --worker-extension-cls. vLLM imports it in each of its workers before the model is built."""
 
-from engine.instance.vllm.experts import pack_at_every_load
 from engine.instance.vllm.heads import support_every_size
 from engine.instance.vllm.worker_extension import WorkerExtension
 
 __all__ = ["WorkerExtension"]
 
 support_every_size()
-pack_at_every_load()

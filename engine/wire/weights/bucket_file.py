@@ -19,8 +19,6 @@ from engine.wire.weights.buckets import Bucket, TensorSpec, tensor_view
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16", "float64": "F64"}
 """safetensors' name of each dtype, by its name on the wire."""
 
-TORCHS = {theirs: ours for ours, theirs in DTYPES.items()}
-
 MAX_HEADER = 100 * 2**20
 """Maximum header size in bytes, as in safetensors."""
 
@@ -113,14 +111,6 @@ class BucketFile:
         """The names of its tensors."""
         return frozenset(self._places)
 
-    def specs(self) -> list[TensorSpec]:
-        """Return its tensors in file order. Raises BadInput for a dtype that weights can't have."""
-        for name, (dtype, *_) in self._places.items():
-            if dtype not in TORCHS:
-                raise BadInput(f"{self.path}: {name} is {dtype}; weights are one of {', '.join(TORCHS)}")
-        places = sorted(self._places.items(), key=lambda entry: entry[1][2])
-        return [TensorSpec(name, TORCHS[dtype], shape) for name, (dtype, shape, *_) in places]
-
     def read_tensors(self, buffer: Tensor, specs: Sequence[TensorSpec]) -> list[Tensor]:
         """Read the file once into a uint8 buffer of at least `nbytes` on the host. Returns views of the buffer.
 
@@ -146,16 +136,3 @@ class BucketFile:
                 f"{DTYPES[spec.dtype]} {list(spec.shape)} was announced"
             )
         return tensor_view(buffer[begin:end], spec)
-
-
-def files_at(path: str) -> list[Path]:
-    """Return the safetensors file at a path, or the files in a folder. Raises BadInput if there is none."""
-    place = Path(path)
-    try:
-        files = sorted(place.glob("*.safetensors")) if place.is_dir() else [place]
-        found = bool(files) and files[0].is_file()
-    except (OSError, ValueError):  # too long or not encodable: no file can have this path
-        found = False
-    if not found:
-        raise BadInput(f"update_info.path {path[:200]!r}: no such file, and no folder with *.safetensors")
-    return files

@@ -1,10 +1,8 @@
 """A checksum of a tensor's bytes that is fast enough for every sync: XXH3 in host memory, integer arithmetic in torch
 on devices.
 
-The receiver computes the kind that the sender announced. Usually the tensors are in host memory on both ends, or on
-devices on both ends. But a late instance reads a snapshot into host memory even if the tensors were sent between
-devices. Both kinds detect transfer errors (a changed bit, swapped positions, bytes of another version). They do not
-protect against an attacker who computes collisions.
+The tensors are in host memory on both ends, or on devices on both ends. Both kinds detect transfer errors (a changed
+bit, swapped positions, bytes of another version). They do not protect against an attacker who computes collisions.
 
 On devices the bytes are read as 64-bit words. Within a chunk each word is folded, so that its high bits affect the low
 bits, and multiplied by an odd pseudo-random weight that depends on its position. The products are added modulo 2^64.
@@ -23,9 +21,6 @@ CHUNK = 65536
 BLOCK = 128 * CHUNK
 """Number of words folded at a time. Each block takes a few kernels, and 64 MiB for the products."""
 
-DEVICE_DIGITS = 16
-"""Number of hexadecimal digits of a device checksum. XXH3's has twice as many."""
-
 _MASK = 2**64 - 1
 _BASE = 0x9E3779B97F4A7C15  # odd; the golden ratio's digits
 _FOLD = 31
@@ -42,13 +37,6 @@ def tensor_checksum(tensor: Tensor) -> str:
     return xxhash.xxh3_128_hexdigest(data.numpy().data) if data.device.type == "cpu" else device_checksum(tensor)
 
 
-def checksum_as(announced: object, tensor: Tensor) -> str:
-    """Return the tensor's checksum of the announced kind: a device checksum if the announced one has 16 digits, else
-    `tensor_checksum`."""
-    device = isinstance(announced, str) and len(announced) == DEVICE_DIGITS
-    return device_checksum(tensor) if device else tensor_checksum(tensor)
-
-
 def device_checksum(tensor: Tensor) -> str:
     """Return the device checksum, computed where the tensor is."""
     data = _bytes(tensor)
@@ -58,7 +46,7 @@ def device_checksum(tensor: Tensor) -> str:
     for total in _sums(words) if len(words) else []:
         value = (value * _BASE + total) & _MASK
     rest = int.from_bytes(data[whole:].cpu().numpy().tobytes(), "little")
-    return f"{_mixed((value * _BASE + rest) & _MASK):0{DEVICE_DIGITS}x}"
+    return f"{_mixed((value * _BASE + rest) & _MASK):016x}"
 
 
 def _bytes(tensor: Tensor) -> Tensor:

@@ -50,13 +50,7 @@ async def guest(tmp_path, monkeypatch):
 
     def start(address=tmp_path, config=CONFIG):
         serving = join._serve(
-            config=config,
-            name="guest",
-            host="127.0.0.1",
-            port=0,
-            joins=lambda url, token: join._OrchestratorClient(
-                config=config, address=str(address), name="guest", url=url, token=token, say=said.append
-            ),
+            config=config, name="guest", host="127.0.0.1", port=0, address=str(address), say=said.append
         )
         tasks.append(asyncio.create_task(serving))
         return tasks[-1]

@@ -1,20 +1,20 @@
-import json
-
 import pytest
 
 from engine.errors import BadInput
-from engine.instance.embedded.backend import sampling_of
+from engine.instance.embedded.sampling import draw_uniforms
 from engine.instance.protocol import RequestLimits, parse_completion, parse_finish, parse_info, parse_object
 from engine.instance.vllm.backend import sampling_arguments
 
 LIMITS = RequestLimits(vocabulary=50, max_context=20, stop_ids=frozenset({1}))
 
 
-def test_defaults_are_vllms():
-    sampling = parse_completion({"prompt": [3, 4]}, LIMITS)
-    assert sampling.prompt == (3, 4)
-    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.top_k) == (16, 1.0, 1.0, 0)
-    assert sampling.stop_ids == {1}
+def test_defaults_are_vllms_and_max_tokens_is_cut_to_the_context():
+    found = parse_completion({"prompt": [3, 4]}, LIMITS)
+    assert found.prompt == (3, 4)
+    assert (found.max_tokens, found.temperature, found.top_p, found.top_k) == (16, 1.0, 1.0, 0)
+    assert found.stop_ids == {1}
+    found = parse_completion({"prompt": [2] * 15, "max_tokens": 100, "ignore_eos": True, "stop_token_ids": [9]}, LIMITS)
+    assert (found.max_tokens, found.stop_ids) == (5, {9})
 
 
 def test_everything_that_is_asked_for_arrives():
@@ -39,19 +39,11 @@ def test_everything_that_is_asked_for_arrives():
     assert sampling.stop_ids == {1, 9}
 
 
-def test_max_tokens_is_cut_to_the_context():
-    assert parse_completion({"prompt": [2] * 15, "max_tokens": 100}, LIMITS).max_tokens == 5
-
-
-def test_ignore_eos_leaves_the_requests_own_stop_tokens():
-    assert parse_completion({"prompt": [2], "ignore_eos": True, "stop_token_ids": [9]}, LIMITS).stop_ids == {9}
-
-
 def test_a_continued_response_draws_new_numbers_in_either_engine():
     def asked(**more):
         return parse_completion({"prompt": [2, 3, 4, 5], "max_tokens": 6, "seed": 7} | more, LIMITS)
 
-    whole, rest = (sampling_of(asked(**more)).uniforms() for more in ({"max_tokens": 8}, {"continued": 2}))
+    whole, rest = (draw_uniforms(asked(**more)) for more in ({"max_tokens": 8}, {"continued": 2}))
     assert rest == whole[2:]  # the embedded engine's
     seeds = [
         sampling_arguments(asked(continued=count))["seed"] for count in range(4)
@@ -63,8 +55,8 @@ def test_a_continued_response_draws_new_numbers_in_either_engine():
 
 
 def test_without_a_seed_two_requests_differ():
-    seeds = {sampling_of(parse_completion({"prompt": [2]}, LIMITS)).seed for _ in range(20)}
-    assert len(seeds) == 20
+    drawn = {tuple(draw_uniforms(parse_completion({"prompt": [2]}, LIMITS))) for _ in range(20)}
+    assert len(drawn) == 20
 
 
 BAD = [
@@ -106,29 +98,33 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("body", BAD, ids=json.dumps)
+BAD += [{"prompt": [2], key: 10**4000} for key in ("temperature", "top_p", "top_k", "max_tokens", "seed")]
+
+
+@pytest.mark.parametrize("body", BAD, ids=range(len(BAD)))
 def test_what_cannot_be_served_as_asked_is_refused_by_name(body):
-    with pytest.raises(BadInput, match=next(reversed(body), "prompt")):
+    with pytest.raises(BadInput, match=next(reversed(body), "prompt")) as refused:
         parse_completion(body, LIMITS)
+    assert len(str(refused.value)) < 500
 
 
-@pytest.mark.parametrize("body", [b"", b"[1]", b"{", b"\xff", b"null", b'{"x": "\\ud800"}', b'{"\xed\xa0\x80": 1}'])
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[1]",
+        b"{",
+        b"\xff",
+        b"null",
+        b'{"x": "\\ud800"}',
+        b'{"\xed\xa0\x80": 1}',
+        b"[" * 100_000,
+        b"[1" + b"0" * 5000 + b"]",  # more digits than Python reads
+    ],
+)
 def test_only_json_objects_are_read(body):
     with pytest.raises(BadInput):
         parse_object(body)
-
-
-@pytest.mark.parametrize("body", [b"[" * 100_000, b'{"prompt":' * 50_000, b"[1" + b"0" * 5000 + b"]"])
-def test_json_that_overwhelms_the_parser_is_refused(body):
-    with pytest.raises(BadInput, match="not valid JSON"):
-        parse_object(body)
-
-
-@pytest.mark.parametrize("key", ["temperature", "top_p", "top_k", "max_tokens", "seed"])
-def test_numbers_beyond_floats_are_refused_in_few_words(key):
-    with pytest.raises(BadInput, match=key) as error:
-        parse_completion({"prompt": [2], key: 10**4000}, LIMITS)
-    assert len(str(error.value)) < 200
 
 
 def test_prompt_logprobs_are_asked_for_by_0():

@@ -156,23 +156,6 @@ def test_what_connects_after_it_was_given_up_is_aborted(backend):
         time.sleep(0.01)
 
 
-def test_without_a_connection_the_first_broadcast_waits_for_the_others(backend):
-    """So the tests above would fail if the members did not connect."""
-    backend.connects = False
-    _, _, threads, ended = members("late", 2, PATIENCE_S)
-    for thread in threads:
-        thread.join(PATIENCE_S)
-    sending = threading.Thread(target=ended[0].broadcast, args=(torch.zeros(9, dtype=torch.uint8),))
-    sending.start()
-    sending.join(0.3)
-    assert sending.is_alive()
-    ended[1].broadcast(torch.ones(9, dtype=torch.uint8)).wait()
-    sending.join(PATIENCE_S)
-    assert not sending.is_alive()
-    for group in ended.values():
-        group.close()
-
-
 def test_a_broadcast_returns_before_the_others_call_theirs(backend):
     _, _, threads, ended = members("late", 2, PATIENCE_S)
     for thread in threads:

@@ -7,7 +7,7 @@ import torch
 
 from engine.config import Config
 from engine.instance.embedded.engine import Conflict, SamplingRequest
-from engine.instance.embedded.sampling import Sampling
+from engine.instance.protocol import Sampling
 from engine.model.shape import read_shape
 from engine.run.memory import instance_need
 from support.sent import BF16, PROMPT, Sent, engine_of

@@ -84,43 +84,6 @@ def test_weights_that_overflow_are_reported_and_leave_no_trace(folder, tmp_path)
     assert sent.finish()[-1].finish_reason == "length"
 
 
-def test_an_update_in_the_wrong_order_is_refused(engine, other_folder):
-    tensors = tensors_in(other_folder)
-    with pytest.raises(Conflict, match="pause"):
-        engine.start_update()
-    engine.pause(abort=True, done=lambda: None)
-    for call in (lambda: engine.update(tensors), lambda: engine.finish_update(1)):
-        with pytest.raises(Conflict):
-            call()
-    engine.start_update()
-    with pytest.raises(Conflict):
-        engine.resume()
-    with pytest.raises(Conflict):
-        engine.finish_update(1)
-    engine.start_update()  # begins again
-    engine.update(tensors)
-    with pytest.raises(Conflict):
-        engine.resume()
-    engine.finish_update(7)
-    engine.resume()
-    assert engine.version == 7
-
-
-def test_after_a_failed_update_the_old_weights_serve_on(engine, folder):
-    sent = Sent(engine)
-    sent.send(seed=5)
-    before = sent.finish()[-1]
-    engine.pause(abort=True, done=lambda: None)
-    engine.start_update()
-    with pytest.raises(BadInput):
-        engine.update([("nowhere", torch.zeros(1))])
-    with pytest.raises(Conflict):
-        engine.finish_update(1)
-    engine.resume()
-    sent.send(seed=5)
-    assert sent.finish()[-1] == before
-
-
 def test_a_failure_after_new_weights_never_serves_them_under_the_old_version(engine, other_folder):
     engine.pause(abort=True, done=lambda: None)
     engine.start_update()

@@ -1,13 +1,14 @@
 import pytest
 import torch
 
-from engine.instance.embedded.sampling import Sampling, sample_tokens
+from engine.instance.embedded.sampling import draw_uniforms, sample_tokens
+from engine.instance.protocol import Sampling
 
 
 def draw(logits, count, **settings):
     """`count` draws from one row of logits: tokens and log-probabilities."""
     params = Sampling(max_tokens=count, seed=7, **settings)
-    return sample_tokens(logits.expand(count, -1), [params] * count, params.uniforms())
+    return sample_tokens(logits.expand(count, -1), [params] * count, draw_uniforms(params))
 
 
 def test_greedy_takes_the_most_likely_token():
@@ -71,5 +72,5 @@ def test_the_ends_of_the_unit_interval_never_pick_an_impossible_token():
 
 
 def test_uniforms_depend_on_the_seed_alone():
-    assert Sampling(8, seed=3).uniforms() == Sampling(9, seed=3, top_k=4).uniforms()[:8]
-    assert Sampling(8, seed=3).uniforms() != Sampling(8, seed=4).uniforms()
+    assert draw_uniforms(Sampling(8, seed=3)) == draw_uniforms(Sampling(9, seed=3, top_k=4))[:8]
+    assert draw_uniforms(Sampling(8, seed=3)) != draw_uniforms(Sampling(8, seed=4))

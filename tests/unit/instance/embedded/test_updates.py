@@ -10,11 +10,11 @@ import torch
 from safetensors.torch import load_file
 
 from engine.errors import BadInput, TransferError
-from engine.instance.embedded.backend import Updates
+from engine.instance.embedded.backend import EmbeddedBackend
 from engine.instance.embedded.engine import Conflict, Engine
 from engine.instance.embedded.engine_thread import EngineThread
 from engine.instance.embedded.rollout_model import RolloutModel
-from engine.instance.embedded.sampling import Sampling
+from engine.instance.protocol import RequestLimits, Sampling
 from engine.wire.weights import bucket_file
 from engine.wire.weights.buckets import Buffers, pack_buckets
 from engine.wire.weights.groups import Rendezvous
@@ -35,7 +35,7 @@ async def served(folders):
     engine = Engine(RolloutModel(str(folders[0]), 128), slots=2, max_context=128)
     worker = EngineThread(engine, asyncio.get_running_loop(), lambda: None)
     worker.start()
-    updates = Updates(worker, folders[0])
+    updates = EmbeddedBackend(worker, RequestLimits(61, 128, frozenset()), str(folders[0]))
     yield worker, updates
     updates._receiver.close()
     worker.stop()
@@ -77,24 +77,6 @@ async def finish(worker, updates, version):
 
 async def expected(folder):
     return RolloutModel(str(folder), 128).scored_prefill(list(PROMPT))[1]
-
-
-async def test_bucket_files_are_loaded_and_the_base_comes_back(served, folders, tmp_path):
-    worker, updates = served
-    before = await scores(worker)
-    await begin(worker, updates)
-    for _, info in buckets(folders[1], tmp_path):
-        await updates.update(info)
-    await finish(worker, updates, 1)
-    assert await scores(worker) == pytest.approx(await expected(folders[1]), abs=1e-5)
-    found = []
-    for perturb in ([PROMPT[-1]], []):
-        await begin(worker, updates)
-        await updates.update({"transport": "base", "perturb": perturb})
-        await finish(worker, updates, 0)
-        found.append(await scores(worker))
-    assert abs(found[0][-1] - before[-1]) > 0.01
-    assert found[1] == before
 
 
 async def test_staged_weights_come_while_it_generates_and_are_swapped_in(served, folders, tmp_path):
@@ -201,19 +183,6 @@ async def test_a_transfer_that_breaks_before_anything_was_loaded_leaves_the_old_
         await updates.finish_update(1)
     await worker.call(Engine.resume)
     assert await scores(worker) == before
-
-
-async def test_nothing_is_received_before_an_update_was_started_or_for_a_malformed_message(served, folders, tmp_path):
-    worker, updates = served
-    ((_, info), *_) = buckets(folders[1], tmp_path)
-    with pytest.raises(Conflict, match="send /begin_weight_update first"):
-        await updates.update(info)
-    await begin(worker, updates)
-    with pytest.raises(BadInput, match="update_info.checksums"):
-        await updates.update(info | {"checksums": []})
-    with pytest.raises(BadInput, match="init_info.transport"):
-        await updates.connect({"transport": "smoke"})
-    await updates.update(info)  # the update goes on
 
 
 async def test_an_update_that_begins_again_waits_for_the_bucket_that_is_being_loaded(served, folders, tmp_path, group):
