@@ -66,13 +66,7 @@ class OneRank:
         """Return the result of `act`."""
         return act()
 
-    def from_leader_beside(self, act: Callable[[], M]) -> M:
-        """Return the result of `act`."""
-        return act()
-
-    def from_first(self, act: Callable[[], M]) -> M:
-        """Return the result of `act`."""
-        return act()
+    from_leader_beside = from_first = from_leader
 
     def gather(self, message: S) -> list[S]:
         """Return the message of the only rank."""

@@ -32,8 +32,9 @@ def address_of(config: Config) -> Address:
     return partial(own_address, interface=config.weights.interface, towards=split_address(address, key)[0])
 
 
-class Transport(Protocol):
-    """The sender's side of one pipeline stage. `meet`, `gather` and `call_off` are for transports with groups."""
+class Transport:
+    """The sender's side of one pipeline stage. `meet`, `gather` and `call_off` are for transports with groups; others
+    need none, and do nothing."""
 
     name: str
     """The name in `weights.transport` and update_info."""
@@ -44,6 +45,7 @@ class Transport(Protocol):
 
     def meet(self, local: bool) -> MeetingPlace | None:
         """Open the place where the stage's group meets. `local`: whether all instances are on this machine."""
+        return None
 
     def gather(self, world: int) -> None:
         """Wait until all `world` ranks of the group have joined. Raises TransferError, DeadlineError."""
@@ -56,6 +58,7 @@ class Transport(Protocol):
 
     def send(self, bucket: Bucket) -> Sent:
         """Begin to send the bytes, while the instances are told about the bucket."""
+        raise NotImplementedError
 
 
 class Sent(Protocol):
@@ -72,7 +75,7 @@ class _AlreadySent:
         """Return at once."""
 
 
-class FileTransport:
+class FileTransport(Transport):
     """Each bucket is a file in a folder that trainer and instances share. The next version overwrites it in place:
     new memory costs four times as much as writing to old memory."""
 
@@ -82,15 +85,6 @@ class FileTransport:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
-
-    def meet(self, local: bool) -> None:
-        """Do nothing: files need no group."""
-
-    def gather(self, world: int) -> None:
-        """Do nothing: files need no group."""
-
-    def call_off(self) -> None:
-        """Do nothing: files need no group."""
 
     def write(self, bucket: Bucket, info: BucketInfo) -> None:
         """Write the file, and store its path in `info`. Raises MetronomeError."""
@@ -107,7 +101,7 @@ class FileTransport:
         return _AlreadySent()
 
 
-class GroupTransport:
+class GroupTransport(Transport):
     """Broadcasts to all instances: gloo between host memories, nccl and hccl between devices."""
 
     groups = True
@@ -143,9 +137,6 @@ class GroupTransport:
         if self._group is not None:
             self._group.close()
         self._group = None
-
-    def write(self, bucket: Bucket, info: BucketInfo) -> None:
-        """Do nothing: the bytes are sent from where they are."""
 
     def send(self, bucket: Bucket) -> Transfer | _AlreadySent:
         """Broadcast the tensors one by one, from where they are."""

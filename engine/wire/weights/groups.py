@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
+from dataclasses import replace
 from datetime import timedelta
 from typing import Any
 
@@ -70,16 +71,8 @@ class Rendezvous:
                     what=f"rank {rank} of the weight transfer",
                 )
             self._store.set("go", "1")
-            return BroadcastGroup(
-                store=self._store,
-                rank=0,
-                world=world,
-                backend=self._backend,
-                own=self.host,
-                device=self._device,
-                timeout_s=self._timeout_s,
-                off=self._off,
-            )
+            place = Membership(store=self._store, rank=0, world=world, own=self.host, timeout_s=self._timeout_s)
+            return BroadcastGroup(place, self._backend, self._device, self._off)
 
     def call_off(self) -> None:
         """Cancel the group: no member keeps waiting. Members that join later also get TransferError, as long as this
@@ -126,16 +119,8 @@ def join_group(
                 off=off,
                 what=f"the sender of the weights at {host}:{port} and the other members",
             )
-            return BroadcastGroup(
-                store=store,
-                rank=rank,
-                world=world,
-                backend=backend,
-                own=address_towards(host),
-                device=device,
-                timeout_s=timeout_s,
-                off=off,
-            )
+            place = Membership(store=store, rank=rank, world=world, own=address_towards(host), timeout_s=timeout_s)
+            return BroadcastGroup(place, backend, device, off)
 
 
 @contextlib.contextmanager
@@ -232,40 +217,23 @@ def _interface_address(name: str) -> str:
 class BroadcastGroup:
     """A stage's sender (rank 0) and receivers, connected. A broadcast returns before the other members call theirs."""
 
-    def __init__(
-        self,
-        store: dist.Store,
-        rank: int,
-        world: int,
-        backend: str,
-        own: str,
-        device: torch.device,
-        timeout_s: float,
-        off: threading.Event,
-    ) -> None:
+    def __init__(self, place: Membership, backend: str, device: torch.device, off: threading.Event) -> None:
         """Create the group and connect it. All members call this at the same time.
 
-        `own`: the address of this machine that the others use; `device`: device of the buffers that are sent and
-        received; `off`: cancels the wait, as the store's key "off" does. Raises BadInput, TransferError, DeadlineError,
-        RuntimeError.
+        `place`: with the sender's store; `device`: device of the buffers that are sent and received; `off`: cancels the
+        wait, as the store's key "off" does. Raises BadInput, TransferError, DeadlineError, RuntimeError.
         """
         self.device = device
         self._backend = BACKENDS[backend]
-        self._timeout_s = timeout_s
-        self._store = store  # keeps the sender's store alive as long as the group
+        self._timeout_s = place.timeout_s
+        self._store = place.store  # keeps the sender's store alive as long as the group
         self._made: Any = None
         self._last: list[dist.Work] = []
         self._closed = threading.Event()
         # a clone, because a wait in a store blocks other threads that use it
-        place = Membership(
-            store=dist.PrefixStore("group", _clone(store, timeout_s)),
-            rank=rank,
-            world=world,
-            own=own,
-            timeout_s=timeout_s,
-        )
-        connected = in_thread("connect-weights", lambda: self._connect(place))
-        self._await_connection(connected, f"the {world} members to connect over {backend}", off)
+        own = replace(place, store=dist.PrefixStore("group", _clone(place.store, place.timeout_s)))
+        connected = in_thread("connect-weights", lambda: self._connect(own))
+        self._await_connection(connected, f"the {place.world} members to connect over {backend}", off)
 
     def _connect(self, place: Membership) -> None:
         use_device(self.device)
