@@ -16,7 +16,7 @@ from engine.types import Prompt
 from engine.wire.columns import open_group
 from support.scripted import Scores, Scripted, tokens_of
 
-ROLLOUT = {"group_size": 4, "concurrency": 2, "heartbeat_s": 0.3, "wait_s": 30, "timeout_s": 10}
+ROLLOUT = {"group_size": 4, "concurrency": 2, "heartbeat_s": 30, "wait_s": 30, "timeout_s": 10}
 PROMPTS = [Prompt(f"p{n}", f"{n}+1=", str(n + 1), (1, 2, n + 3)) for n in range(8)]
 
 

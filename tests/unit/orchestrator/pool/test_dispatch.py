@@ -43,7 +43,7 @@ async def test_whatever_an_instance_does_every_response_comes_once_from_its_prom
     world, fault, reason, per_response
 ):
     """And nothing of one that breaks the protocol is used."""
-    async with world(heartbeat_s=30) as w:
+    async with world() as w:
         scores = Scores(per_response)
         w.produce(scores)
         w.epoch = 3
@@ -74,7 +74,7 @@ async def test_requests_that_take_too_long_are_failures(world):
 
 
 async def test_a_group_counts_once_a_good_response_resets_the_count_and_the_third_time_out_is_the_last(world):
-    async with world(heartbeat_s=30) as w:
+    async with world() as w:
         _, one = await w.join("a")
         for times in (1, 1, 2, 3):  # the good response between the first two forgets the first
             if times == 1:
@@ -123,7 +123,7 @@ async def test_a_paused_instance_is_asked_again_until_the_group_has_met_nothing_
             raise web.HTTPConflict
         return 0.6
 
-    async with world(timeout_s=1.0, concurrency=1, heartbeat_s=30) as w:
+    async with world(timeout_s=1.0, concurrency=1) as w:
         paused, one = await w.join("a")
         paused.takes = takes
         await w.run(PROMPTS[:3])

@@ -3,6 +3,7 @@ they are scripted, the sync too. Random sequences of events are in test_pool_sta
 
 import asyncio
 import time
+from functools import partial
 
 import pytest
 from engine.orchestrator.publish.sync import WeightSync
@@ -17,7 +18,7 @@ from support.scripted import Scripted, accept, publishing, until
 
 @pytest.fixture
 def world(tmp_path, monkeypatch):
-    return worlds(tmp_path, monkeypatch)
+    return partial(worlds(tmp_path, monkeypatch), heartbeat_s=0.3)
 
 
 @pytest.mark.parametrize(("spoken", "said"), [(1, "speaks version 1"), (None, "speaks an unnamed version")])
