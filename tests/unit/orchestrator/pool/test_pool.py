@@ -193,19 +193,6 @@ async def test_the_wait_for_the_first_begins_when_the_trainer_is_ready_and_is_as
         assert "up to 1 s (rollout.timeout_s). Start one with: metronome serve RECIPE" in told[1]
 
 
-async def test_no_wait_is_told_for_an_instance_that_was_not_asked_yet(world):
-    told = []
-    async with world(synced=True) as w:
-        w.pool._notices = RunEvents(lambda stage, text: told.append(text))
-        w.pool.connected.clear()
-        _, one = await w.join("a")
-        one.met = False
-        w.pool.connected.set()
-        await until(lambda: one.met, "its answer")
-        await asyncio.sleep(0.3)
-    assert not [line for line in told if "waits" in line]
-
-
 async def test_one_that_left_before_the_trainer_was_ready_is_waited_for_from_then_on(world):
     async with world(synced=True, wait_s=0.6) as w:
         ready = asyncio.Event()

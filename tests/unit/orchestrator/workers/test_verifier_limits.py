@@ -77,17 +77,15 @@ async def test_a_reward_has_a_limit_of_memory(reward):
     [(True, 0, MEMORY + 2**20, "AS"), (False, 2**30, 2**30 + 2**10, "DATA")],
 )
 def test_what_the_tokenizer_takes_is_not_the_rewards(built_in, memory, limit, kind):
-    code = (
-        "import resource; from engine.verifier.worker import MemoryUse, limit_memory\n"
-        f"limit_memory({built_in}, {memory}, MemoryUse(5, 7).since(MemoryUse(9, 9)))\n"
-        f"first = resource.getrlimit(resource.RLIMIT_{kind})\n"
-        f"print(*first)"
-    )
-    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == [str(MEMORY if kind == "AS" else memory)] * 2  # what shrank counts as nothing
-    more = code.replace("MemoryUse(5, 7).since(MemoryUse(9, 9))", "MemoryUse(2**20, 2**10)")
-    ran = subprocess.run([sys.executable, "-c", more], capture_output=True, text=True, check=True)
-    assert ran.stdout.split() == [str(limit)] * 2
+    own = MEMORY if kind == "AS" else memory
+    for took, expected in (("2**20, 2**10", limit), ("5, 7).since(MemoryUse(9, 9)", own)):  # what shrank is nothing
+        code = (
+            "import resource; from engine.verifier.worker import MemoryUse, limit_memory\n"
+            f"limit_memory({built_in}, {memory}, MemoryUse({took}))\n"
+            f"print(*resource.getrlimit(resource.RLIMIT_{kind}))"
+        )
+        ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+        assert ran.stdout.split() == [str(expected)] * 2
 
 
 BOMB = """
