@@ -5,7 +5,6 @@ of a step; an instance labels its responses with another weight version than tha
 """
 
 import json
-import os
 import re
 
 import pytest
@@ -13,8 +12,8 @@ import pytest
 from support import elastic_job
 from support.broken_engine import BrokenEngine, ignores_updates, reply_with, stale_version
 from support.elastic_job import OTHERS_TOKEN, Job
-from support.runs import Tree, launch, send, wait_for
-from support.whole_runs import same, start, steps, weights
+from support.runs import Tree, send, wait_for
+from support.whole_runs import orchestrating, run, same, steps, weights
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(1200)]
 STEPS = 5
@@ -24,17 +23,8 @@ PATIENCE_S = 300
 @pytest.fixture
 def exact(settings, tmp_path):
     """A run whose weights depend on nothing but its seed."""
-    cores = sorted(os.sched_getaffinity(0))
-    return elastic_job.recipe(settings, tmp_path, STEPS) | {
-        "train.consume": "prompt_order",
-        "train.devices": cores[:1],
-        "rollout.devices": cores[-1:],
-        "rollout.instances": 1,
-        "rollout.deterministic": True,
-        "checkpoint.every": 1,
-        "rollout.timeout_s": PATIENCE_S,
-        "train.timeout_s": PATIENCE_S,
-    }
+    patient = {"checkpoint.every": 1, "rollout.timeout_s": PATIENCE_S, "train.timeout_s": PATIENCE_S}
+    return elastic_job.exact_recipe(settings, tmp_path, STEPS) | patient
 
 
 def show(title, *lines):
@@ -66,26 +56,23 @@ def test_a_proxy_that_drops_an_update(exact, tmp_path):
 
 def killed(settings, folder):
     """Kill the trainer of a run in the middle of a step: (the step, what the run says)."""
-    orchestrator, log = start(settings, folder)
-    wait_for(lambda: len(steps(folder, "killed")) >= 2, "two steps", PATIENCE_S)
-    (folder / "gate").touch()  # no reward is given, so no step ends now
-    tree = Tree(orchestrator.pid)
-    send(tree.named("engine.trainer.rank"), "SIGKILL")
-    assert orchestrator.wait(PATIENCE_S) == 1
-    assert tree.left() == []
-    (folder / "gate").unlink()
-    log.seek(0)
-    return len(steps(folder, "killed")), [line for line in log.read().splitlines() if "SIGKILL" in line]
+    with orchestrating(settings, folder) as (orchestrator, said):
+        wait_for(lambda: len(steps(folder, "killed")) >= 2, "two steps", PATIENCE_S)
+        (folder / "gate").touch()  # no reward is given, so no step ends now
+        tree = Tree(orchestrator.pid)
+        send(tree.named("engine.trainer.rank"), "SIGKILL")
+        assert orchestrator.wait(PATIENCE_S) == 1
+        assert tree.left() == []
+        (folder / "gate").unlink()
+        return len(steps(folder, "killed")), [line for line in said().splitlines() if "SIGKILL" in line]
 
 
 def test_a_kill_in_mid_step(exact, tmp_path):
-    code, output = launch(exact | {"run.name": "undisturbed"}, tmp_path, timeout_s=PATIENCE_S)
-    assert code == 0, output
+    run(exact | {"run.name": "undisturbed"}, tmp_path, timeout_s=PATIENCE_S)
     step, said = killed(exact | {"run.name": "killed"}, tmp_path)
     assert said
     assert step < STEPS
-    code, output = launch(exact | {"run.name": "killed"}, tmp_path, "--resume", timeout_s=PATIENCE_S)
-    assert code == 0, output
+    run(exact | {"run.name": "killed"}, tmp_path, "--resume", timeout_s=PATIENCE_S)
     assert same(weights(tmp_path, "killed"), weights(tmp_path, "undisturbed"))
     show(
         f"The trainer was killed (-9) in step {step}, and the run resumed:",

@@ -1,17 +1,17 @@
 """DAPO's dynamic sampling in whole runs: which prompts are kept, where the next step goes on, resume and replay."""
 
 import pytest
-from safetensors.numpy import load_file
 
 from engine.config.inputs import Data
 from engine.data.loader import PromptLoader
 from engine.data.problems import read_problems
 from engine.data.prompts import encode_problems
 from engine.errors import MetronomeError
-from engine.run.files import read_lines
 from engine.wire import record
-from support.parallel.runs import Job, run
-from support.runs import ROOT, config_of, launch
+from support.parallel.runs import Job
+from support.parallel.runs import run as run_jobs
+from support.runs import ROOT, config_of
+from support.whole_runs import run, same, steps, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 STEPS = 4
@@ -34,14 +34,6 @@ def dynamic(settings):
     }
 
 
-def lines_of(folder, name):
-    return list(read_lines(folder / name / "steps.jsonl"))
-
-
-def weights(folder, name):
-    return {key: tensor.tobytes() for key, tensor in load_file(folder / name / "policy/model.safetensors").items()}
-
-
 def trained(folder, name):
     """By step: ids of the prompts that were trained, by their index."""
     found = {}
@@ -61,7 +53,7 @@ def expected(settings):
     ).prompts
     loader = PromptLoader(prompts, 0, WANTED)
     position = 0
-    steps = []
+    found = []
     for _ in range(STEPS):
         kept = []
         first = position
@@ -69,17 +61,17 @@ def expected(settings):
             prompt = loader.at(position)[1]
             kept += [prompt.id] if int(prompt.problem.partition("+")[0]) % 2 else []
             position += 1
-        steps.append((kept, position - first))
-    return steps
+        found.append((kept, position - first))
+    return found
 
 
 def check(settings, folder, name):
-    steps = expected(settings)
-    lines = lines_of(folder, name)
-    assert [line["prompts_used"] for line in lines] == [used for _, used in steps]
-    assert trained(folder, name) == {step: kept for step, (kept, _) in enumerate(steps)}
+    wanted = expected(settings)
+    lines = steps(folder, name)
+    assert [line["prompts_used"] for line in lines] == [used for _, used in wanted]
+    assert trained(folder, name) == {step: kept for step, (kept, _) in enumerate(wanted)}
     assert all(line["equal_groups"] == 0 and line["grad_norm"] > 0 for line in lines)
-    assert max(used for _, used in steps) > WANTED
+    assert max(used for _, used in wanted) > WANTED
 
 
 def test_what_is_kept_depends_on_prompt_order_alone_in_every_mode_and_a_resumed_run_goes_on_bit_for_bit(
@@ -92,33 +84,30 @@ def test_what_is_kept_depends_on_prompt_order_alone_in_every_mode_and_a_resumed_
         "one_step_off": stale,
         "bounded": stale | {"train.max_staleness": 2},
     }
-    run(
-        [Job(config_of(dynamic | {"run.name": mode, "train.mode": mode} | more)) for mode, more in modes.items()],
-        300,
-    )
+    jobs = [Job(config_of(dynamic | {"run.name": mode, "train.mode": mode} | more)) for mode, more in modes.items()]
+    run_jobs(jobs, 300)
     for mode in modes:
         check(dynamic, tmp_path, mode)
 
     # more prompts are tried, the same are kept
     periodic = dynamic | in_order | {"run.name": "periodic", "rollout.instances": 2}
     for more, arguments in (({"train.steps": 2}, ()), ({}, ("--resume",))):
-        code, output = launch(periodic | more, tmp_path, *arguments)
-        assert code == 0, output
+        run(periodic | more, tmp_path, *arguments)
     check(dynamic, tmp_path, "periodic")
-    assert weights(tmp_path, "sync") == weights(tmp_path, "periodic")
+    assert same(weights(tmp_path, "sync"), weights(tmp_path, "periodic"))
 
 
 @pytest.mark.nightly  # tests/unit/orchestrator/test_dynamic_sampling.py has the rule
 def test_a_run_whose_prompts_all_have_equal_rewards_ends_with_their_number(dynamic):
     with pytest.raises(MetronomeError, match=r"step 0: only 0 of 30 prompts have responses with different rewards"):
-        run([Job(config_of(dynamic | {"reward.function": f"{REWARDS}:equal"}))], 300)
+        run_jobs([Job(config_of(dynamic | {"reward.function": f"{REWARDS}:equal"}))], 300)
 
 
 @pytest.mark.nightly
 def test_replicas_that_train_in_order_of_arrival_replay_in_sync(dynamic, tmp_path):
     live = dynamic | {"parallel.data": 2, "train.micro_batch_tokens": 150, "run.name": "live"}
     again = live | {"run.name": "again", "train.record": False, "train.mode": "sync"}
-    run([Job(config_of(live)), Job(config_of(again), replay="live")], 300)
+    run_jobs([Job(config_of(live)), Job(config_of(again), replay="live")], 300)
     check(dynamic, tmp_path, "live")
-    assert weights(tmp_path, "live") == weights(tmp_path, "again")
-    assert all("prompts_used" not in line for line in lines_of(tmp_path, "again"))
+    assert same(weights(tmp_path, "live"), weights(tmp_path, "again"))
+    assert all("prompts_used" not in line for line in steps(tmp_path, "again"))

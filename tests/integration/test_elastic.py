@@ -6,48 +6,31 @@ weights are those of a run that nothing happened to, bit for bit:
 """
 
 import contextlib
-import os
 import re
 import signal
 import time
 
 import pytest
-import torch
-from safetensors.torch import load_file
 
-from engine.run.files import read_lines
 from support import elastic_job
 from support.elastic_job import Job
 from support.faults import answer_500, drop_connections, kill, kill_in_update, sleep_until, stopped
-from support.runs import launch
+from support.runs import base_settings
+from support.whole_runs import run as train
+from support.whole_runs import same, steps, weights
 
 # every wait has a deadline of its own; the first test runs two jobs
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 
 STEPS = 10
-SAME = (
-    "step",
-    "weight_version",
-    "versions_seen",
-    "reward_mean",
-    "response_length_mean",
-    "trained_tokens",
-    "loss",
-    "grad_norm",
-)
+SAME = ("step", "weight_version", "versions_seen", "reward_mean", "response_length_mean")
+SAME += ("trained_tokens", "loss", "grad_norm")
 """Keys of steps.jsonl that no fault may change."""
 
 
 def recipe(settings, folder):
-    """A run in `folder`. One thread each, however many instances there are: their number must change no bit."""
-    cores = sorted(os.sched_getaffinity(0))
-    return elastic_job.recipe(settings, folder, STEPS) | {
-        "train.consume": "prompt_order",
-        "train.devices": cores[:1],
-        "rollout.devices": cores[-1:] * 2,
-        "rollout.deterministic": True,
-        "rollout.heartbeat_s": 1.5,
-    }
+    """A run in `folder`."""
+    return elastic_job.exact_recipe(settings, folder, STEPS, instances=2) | {"rollout.heartbeat_s": 1.5}
 
 
 @pytest.fixture
@@ -63,24 +46,11 @@ def one(two):
 
 
 @pytest.fixture(scope="module")
-def shared():
-    """What the undisturbed run left, once it has run."""
-    return {}
-
-
-@pytest.fixture
-def undisturbed(shared, settings, tmp_path_factory):
-    """(final weights, lines of steps.jsonl) of the run that nothing happens to."""
-    if not shared:
-        folder = tmp_path_factory.mktemp("undisturbed")
-        code, output = launch(recipe(settings, folder), folder)
-        assert code == 0, output
-        shared.update(result=outcome(folder / "run"))
-    return shared["result"]
-
-
-def outcome(folder):
-    return load_file(folder / "policy/model.safetensors"), list(read_lines(folder / "steps.jsonl"))
+def undisturbed(tiny_model, problems, tmp_path_factory):
+    """The output folder of the run that nothing happens to."""
+    folder = tmp_path_factory.mktemp("undisturbed")
+    train(recipe(base_settings(tiny_model, problems, folder), folder), folder)
+    return folder
 
 
 @pytest.fixture
@@ -93,12 +63,9 @@ def job(tmp_path):
 def end(run, undisturbed):
     """Wait for the end and compare with the run that nothing happened to."""
     lines = run.end()
-    weights, _ = outcome(run.folder)
-    expected_weights, expected_lines = undisturbed
-    for got, expected in zip(lines, expected_lines, strict=True):
+    for got, expected in zip(lines, steps(undisturbed, "run"), strict=True):
         assert {key: got[key] for key in SAME} == {key: expected[key] for key in SAME}
-    assert weights.keys() == expected_weights.keys()
-    assert all(torch.equal(weights[name], expected_weights[name]) for name in weights)
+    assert same(weights(run.folder.parent, "run"), weights(undisturbed, "run"))
     return lines
 
 

@@ -1,27 +1,16 @@
 """On real processes: asynchrony changes no number."""
 
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
-from safetensors.numpy import load_file
 
 from engine.errors import BadInput
 from engine.instance.embedded.rollout_model import bfloat16_available
 from engine.orchestrator.launch import launch_run
-from engine.run.files import read_lines
 from engine.run.trace import read_spans
 from engine.tools.timeline import overlapped_steps
-from support.runs import ROOT, config_of, launch, wait_for, write_config
-
-
-def weights(tmp_path, name):
-    return {key: tensor.tobytes() for key, tensor in load_file(tmp_path / name / "policy/model.safetensors").items()}
-
-
-def steps(tmp_path, name):
-    return list(read_lines(tmp_path / name / "steps.jsonl"))
+from support.runs import ROOT, config_of, wait_for
+from support.whole_runs import orchestrating, run, same, steps, weights
 
 
 @pytest.fixture
@@ -59,9 +48,8 @@ def assert_traced(spans, report, responses):
 def test_sync_periodic_and_resumed_runs_are_bit_identical(exact, tmp_path):
     for mode, prefetch in (("sync", "off"), ("periodic", "on")):
         how = {"run.name": mode, "train.mode": mode, "train.prefetch": prefetch, "train.steps": 4}
-        code, output = launch(exact | how, tmp_path)
-        assert code == 0, output
-    assert weights(tmp_path, "sync") == weights(tmp_path, "periodic")
+        run(exact | how, tmp_path)
+    assert same(weights(tmp_path, "sync"), weights(tmp_path, "periodic"))
     spans = read_spans(tmp_path / "periodic/trace")
     windows = Counter(span["step"] for span in spans if span["name"] == "train")
     assert min(windows.values()) >= 2
@@ -78,33 +66,24 @@ def test_sync_periodic_and_resumed_runs_are_bit_identical(exact, tmp_path):
     assert max(line["old_ratio_max"] for line in report[1:]) > 1.0  # "previous": the ratio is no importance ratio
 
     killed = exact | {"run.name": "killed", "train.steps": 4, "checkpoint.every": 2}
-    config = write_config(killed, tmp_path)
-    process = subprocess.Popen([sys.executable, "-m", "engine.orchestrator.launch", "--config", str(config)], cwd=ROOT)
-    try:
+    with orchestrating(killed, tmp_path):
         wait_for(lambda: len(steps(tmp_path, "killed")) >= 3, "the third step")
-    finally:
-        process.kill()
-        process.wait()
     if (tmp_path / "killed/policy").exists():
         pytest.fail("the run ended before it was killed")
-    code, output = launch(killed, tmp_path, "--resume")
-    assert code == 0, output
-    assert weights(tmp_path, "killed") == weights(tmp_path, "sync")
+    run(killed, tmp_path, "--resume")
+    assert same(weights(tmp_path, "killed"), weights(tmp_path, "sync"))
     assert [line["step"] for line in steps(tmp_path, "killed")] == [0, 1, 2, 3]
 
 
 @pytest.mark.slow
 def test_a_recorded_arrival_order_run_replays_bit_identically(settings, tmp_path):
-    live = settings | {"run.name": "live", "train.record": True, "rollout.concurrency": 2}
-    code, output = launch(live, tmp_path)
-    assert code == 0, output
+    run(settings | {"run.name": "live", "train.record": True, "rollout.concurrency": 2}, tmp_path)
     record = tmp_path / "live/record.msgpack"
-    code, output = launch(settings | {"run.name": "replayed"}, tmp_path, "--replay", str(record))
-    assert code == 0, output
-    assert weights(tmp_path, "live") == weights(tmp_path, "replayed")
-    same = ("loss", "grad_norm", "kl", "reward_mean", "trained_tokens")
+    run(settings | {"run.name": "replayed"}, tmp_path, "--replay", str(record))
+    assert same(weights(tmp_path, "live"), weights(tmp_path, "replayed"))
+    keys = ("loss", "grad_norm", "kl", "reward_mean", "trained_tokens")
     for a, b in zip(steps(tmp_path, "live"), steps(tmp_path, "replayed"), strict=True):
-        assert {key: a[key] for key in same} == {key: b[key] for key in same}
+        assert {key: a[key] for key in keys} == {key: b[key] for key in keys}
 
     incomplete = "groups of step 2, train.prompts_per_step is 6"
     for damaged, said in ((b"\xc1" + b"no record", "not a record"), (record.read_bytes()[:-10], incomplete)):
@@ -118,9 +97,8 @@ def test_a_recorded_arrival_order_run_replays_bit_identically(settings, tmp_path
 def test_rollouts_in_bf16_repeat_bit_for_bit_within_the_limits_of_bf16(exact, tmp_path):
     coarse = exact | {"model.dtype": "bfloat16", "train.ratio_gap_limit": 0.2, "train.steps": 2}
     for mode in ("sync", "periodic"):
-        code, output = launch(coarse | {"run.name": mode, "train.mode": mode}, tmp_path)
-        assert code == 0, output
+        run(coarse | {"run.name": mode, "train.mode": mode}, tmp_path)
         for line in steps(tmp_path, mode):
             assert 1e-5 < line["max_ratio_gap"] <= 0.2  # in fp32 it is less
             assert 0 < line["sync_difference"] <= 0.02
-    assert weights(tmp_path, "sync") == weights(tmp_path, "periodic")
+    assert same(weights(tmp_path, "sync"), weights(tmp_path, "periodic"))

@@ -4,8 +4,6 @@ import asyncio
 import json
 import re
 import resource
-import subprocess
-import sys
 
 import msgspec
 import pytest
@@ -15,40 +13,51 @@ from engine.orchestrator.launch import launch_run as launch_here
 from engine.orchestrator.pool.instance_client import InstanceClient
 from engine.orchestrator.publish.publishes import Publishes
 from engine.orchestrator.steps import Steps
+from engine.run.checkpoint_files import is_complete, latest_checkpoint, step_of
 from engine.run.files import read_lines
-from engine.trainer.checkpoint.checkpoints import is_complete, latest_checkpoint, step_of
 from engine.wire.columns import RESPONSES, open_group
 from support.faulty_weights import TENSOR, corrupt, skip
-from support.runs import ROOT, Tree, config_of, launch, send, wait_for, write_config
+from support.runs import ROOT, Tree, config_of, launch, send, wait_for
+from support.whole_runs import orchestrating, run, steps
+
+REWARDS = ROOT / "tests/support/rewards.py"
 
 
-@pytest.mark.slow
-def test_a_skipped_publish_is_caught(settings, monkeypatch):
-    skip(monkeypatch, version=1)
-    with pytest.raises(StaleRolloutError, match=r"step 1.*version 0.*accepts only 1"):
-        launch_here(config_of(settings | {"weights.staged": True}))
-    folder = config_of(settings).folder
-    assert [line["step"] for line in read_lines(folder / "steps.jsonl")] == [0]
-    assert step_of(latest_checkpoint(folder / "checkpoints")) == 1  # the weights before the failed step are kept
-
-
-def test_a_tensor_corrupted_in_transit_is_caught_by_its_checksum(settings, monkeypatch):
-    corrupt(monkeypatch, version=1, in_transit=True)
-    with pytest.raises(WeightSyncError, match=rf"instance-0.*{re.escape(TENSOR)} was corrupted in transit"):
-        launch_here(config_of(settings))
-    assert [line["step"] for line in read_lines(config_of(settings).folder / "steps.jsonl")] == [0]
-
-
-@pytest.mark.slow
-def test_a_tensor_corrupted_before_its_checksum_is_caught_by_the_probe(settings, monkeypatch):
-    corrupt(monkeypatch, version=1, in_transit=False)
-    with pytest.raises(
-        WeightSyncError,
-        match=r"instance-0: after the update to weight version 1 .* differ from the trainer's.*; or training diverges: "
+WRONG_WEIGHTS = {
+    "a skipped publish": (skip, {}, {"weights.staged": True}, StaleRolloutError, r"step 1.*version 0.*accepts only 1"),
+    "a tensor corrupted in transit": (
+        *(corrupt, {"in_transit": True}, {}, WeightSyncError),
+        rf"instance-0.*{re.escape(TENSOR)} was corrupted in transit",
+    ),
+    "a tensor corrupted before its checksum": (
+        *(corrupt, {"in_transit": False}, {}, WeightSyncError),
+        r"instance-0: after the update to weight version 1 .* differ from the trainer's.*; or training diverges: "
         r"the update of step 0 had loss .*, grad_norm .* and learning rate 0.001",
-    ):
-        launch_here(config_of(settings))
-    assert [line["step"] for line in read_lines(config_of(settings).folder / "steps.jsonl")] == [0]
+    ),
+    "a corrupted tensor where nothing else looks": (
+        *(corrupt, {"in_transit": False}, {"weights.check_tokens": 0}, RatioGapError),
+        r"step 1.*disagree.*train\.ratio_gap_limit",
+    ),
+}
+"""What is done to version 1, the keys of the run, and how it ends: by version, checksum, probe and ratio gap."""
+
+
+@pytest.mark.parametrize(
+    "case", [case if "in transit" in case else pytest.param(case, marks=pytest.mark.slow) for case in WRONG_WEIGHTS]
+)
+def test_weights_that_are_not_the_steps_are_caught(settings, monkeypatch, case):
+    harm, how, keys, error, said = WRONG_WEIGHTS[case]
+    harm(monkeypatch, version=1, **how)
+    config = config_of(settings | keys)
+    with pytest.raises(error, match=said):
+        launch_here(config)
+    assert_stopped_after_step_0(config.folder)
+
+
+def assert_stopped_after_step_0(folder):
+    """With the weights before the failed step."""
+    assert [line["step"] for line in read_lines(folder / "steps.jsonl")] == [0]
+    assert step_of(latest_checkpoint(folder / "checkpoints")) == 1
 
 
 @pytest.mark.slow
@@ -70,8 +79,7 @@ def test_a_group_whose_bytes_are_damaged_is_not_trained_and_the_run_resumes(sett
         match=r"step 1, group 3: the \d+ bytes of its column 'responses' differ from those that were packed",
     ):
         launch_here(config)
-    assert [line["step"] for line in read_lines(config.folder / "steps.jsonl")] == [0]
-    assert step_of(latest_checkpoint(config.folder / "checkpoints")) == 1  # the weights before the failed step are kept
+    assert_stopped_after_step_0(config.folder)
     monkeypatch.undo()
     launch_here(config, resume=True)
     assert [line["step"] for line in read_lines(config.folder / "steps.jsonl")] == [0, 1, 2]
@@ -113,26 +121,28 @@ def test_no_group_of_weights_that_fail_the_probe_reaches_the_trainer(settings, m
 
 
 @pytest.mark.slow
-def test_a_corrupted_tensor_is_caught_by_the_ratio_gap_where_nothing_else_looks(settings, monkeypatch):
-    corrupt(monkeypatch, version=1, in_transit=False)
-    with pytest.raises(RatioGapError, match=r"step 1.*disagree.*train\.ratio_gap_limit"):
-        launch_here(config_of(settings | {"weights.check_tokens": 0}))
-
-
-@pytest.mark.slow
-def test_a_hanging_reward_scores_zero_and_is_counted(settings, tmp_path):
-    hanging = {"reward.function": f"{ROOT}/tests/support/rewards.py:hangs_on_one", "reward.timeout_s": 0.5}
-    code, output = launch(settings | hanging | {"train.prompts_per_step": 20, "train.steps": 2}, tmp_path)
-    assert code == 0, output
-    lines = list(read_lines(tmp_path / "run/steps.jsonl"))
-    assert sorted(line["reward_timeouts"] for line in lines) == [0, 4]  # 40 prompts, one of which starts with 3+, G = 4
-    assert all(line["reward_mean"] == pytest.approx(1 - line["reward_timeouts"] / 80) for line in lines)
+@pytest.mark.parametrize(
+    ("reward", "keys", "figure"),
+    [
+        ("hangs_on_one", {"reward.timeout_s": 0.5}, "reward_timeouts"),
+        ("raises", {"reward.on_error": "zero"}, "reward_errors"),
+    ],
+)
+def test_a_reward_that_fails_for_one_prompt_of_forty_scores_zero_and_is_counted(
+    settings, tmp_path, reward, keys, figure
+):
+    keys = keys | {"reward.function": f"{REWARDS}:{reward}", "train.prompts_per_step": 20, "train.steps": 2}
+    run(settings | keys, tmp_path)
+    lines = steps(tmp_path, "run")
+    assert sorted(line[figure] for line in lines) == [0, 4]  # G = 4
+    if reward == "hangs_on_one":  # the others have 1
+        assert all(line["reward_mean"] == pytest.approx(1 - line[figure] / 80) for line in lines)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("reward", ["raises", "too_few"])
 def test_a_wrong_reward_stops_the_run_after_a_checkpoint_of_its_steps_if_it_has_any(settings, tmp_path, reward):
-    wrong = {"reward.function": f"{ROOT}/tests/support/rewards.py:{reward}", "train.prompts_per_step": 8}
+    wrong = {"reward.function": f"{REWARDS}:{reward}", "train.prompts_per_step": 8}
     code, output = launch(settings | wrong | {"train.steps": 5}, tmp_path)
     assert code == 1
     assert "RewardError" in output
@@ -156,18 +166,6 @@ def test_a_reward_that_failed_in_the_first_step_is_mended_and_the_run_resumed(se
     assert launch_here(config, resume=True).policy.is_dir()
 
 
-@pytest.mark.slow
-def test_on_error_zero_counts_and_goes_on(settings, tmp_path):
-    wrong = {
-        "reward.function": f"{ROOT}/tests/support/rewards.py:raises",
-        "train.prompts_per_step": 20,
-        "reward.on_error": "zero",
-    }
-    code, output = launch(settings | wrong | {"train.steps": 2}, tmp_path)
-    assert code == 0, output
-    assert sum(line["reward_errors"] for line in read_lines(tmp_path / "run/steps.jsonl")) == 4
-
-
 KILLS = {
     "trainer": ("engine.trainer.rank", "the trainer died"),
     "instance": ("engine.instance.embedded", "no rollout instance is left"),
@@ -188,65 +186,47 @@ KILLS = {
 )
 def test_killing_any_process_leaves_none_behind(settings, tmp_path, role, number):
     alone = {"rollout.restarts": 0, "rollout.wait_s": 0.5}  # else it is started again
-    config = write_config(settings | alone | {"train.steps": 100_000}, tmp_path)
-    log = (tmp_path / "output").open("w+")
-    orchestrator = subprocess.Popen(
-        [sys.executable, "-m", "engine.orchestrator.launch", "--config", str(config)], stderr=log, cwd=ROOT
-    )
-    try:
-        wait_for(lambda: (tmp_path / "run/steps.jsonl").exists(), "the first step")
+    with orchestrating(settings | alone | {"train.steps": 100_000}, tmp_path) as (orchestrator, said):
+        wait_for(lambda: steps(tmp_path, "run"), "the first step")
         tree = Tree(orchestrator.pid)
         send(orchestrator if role == "orchestrator" else tree.named(KILLS[role][0]), number)
         code = orchestrator.wait(timeout=30)
         assert tree.left() == []
-        log.seek(0)
-        message = log.read()
         if role != "orchestrator":
             assert code == 1
-            assert KILLS[role][1] in message
-            assert ("SIGKILL" in message) == (number == "SIGKILL")
+            assert KILLS[role][1] in said()
+            assert ("SIGKILL" in said()) == (number == "SIGKILL")
         elif number == "SIGTERM":
             assert code == 1
-            assert "ended by SIGTERM" in message
-    finally:
-        orchestrator.kill()
-        orchestrator.wait()
+            assert "ended by SIGTERM" in said()
     if role == "instance":
         goes_on_from_its_checkpoint(settings | alone, tmp_path)
 
 
 @pytest.mark.slow
 def test_a_run_that_can_open_no_further_file_says_so_in_one_sentence(settings, tmp_path):
-    config = write_config(settings | {"train.steps": 100_000}, tmp_path)
-    command = [sys.executable, "-m", "engine.orchestrator.launch", "--config", str(config)]
-    orchestrator = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-    try:
-        wait_for(lambda: (tmp_path / "run/steps.jsonl").exists(), "the first step")
+    with orchestrating(settings | {"train.steps": 100_000}, tmp_path) as (orchestrator, said):
+        wait_for(lambda: steps(tmp_path, "run"), "the first step")
         resource.prlimit(orchestrator.pid, resource.RLIMIT_NOFILE, (10, 10))
-        _, said = orchestrator.communicate(timeout=60)
-    finally:
-        orchestrator.kill()
-        orchestrator.wait()
-    assert orchestrator.returncode == 1
-    told = said.strip().splitlines()[-1]
+        assert orchestrator.wait(60) == 1
+    told = said().strip().splitlines()[-1]
     assert re.match(
         r"error: TooManyFiles: run folder .*: Too many open files in this process, whose limit is 10;", told
     )
-    assert "Traceback" not in said
+    assert "Traceback" not in said()
     failure = json.loads((tmp_path / "run/failure.json").read_text())
     assert told == f"error: {failure['error']}: {failure['message']}"
 
 
 def goes_on_from_its_checkpoint(settings, folder):
     """The run that stopped left one of its last finished step."""
-    done = len(list(read_lines(folder / "run/steps.jsonl")))
+    done = len(steps(folder, "run"))
     checkpoint = latest_checkpoint(folder / "run/checkpoints")
     assert is_complete(checkpoint)
     assert step_of(checkpoint) == done
     assert not (folder / "run/policy").exists()
-    code, output = launch(settings | {"train.steps": done + 1}, folder, "--resume")
-    assert code == 0, output
-    lines = list(read_lines(folder / "run/steps.jsonl"))
+    run(settings | {"train.steps": done + 1}, folder, "--resume")
+    lines = steps(folder, "run")
     assert [line["step"] for line in lines] == list(range(done + 1))
     assert [line["versions_seen"] for line in lines] == [[step] for step in range(done + 1)]
     assert (folder / "run/policy/model.safetensors").is_file()
@@ -254,20 +234,14 @@ def goes_on_from_its_checkpoint(settings, folder):
 
 @pytest.mark.slow
 def test_two_instances_survive_the_death_of_one(settings, tmp_path):
-    config = write_config(settings | {"train.steps": 30, "rollout.instances": 2, "rollout.restarts": 0}, tmp_path)
-    orchestrator = subprocess.Popen(
-        [sys.executable, "-m", "engine.orchestrator.launch", "--config", str(config)], cwd=ROOT
-    )
-    try:
-        wait_for(lambda: (tmp_path / "run/steps.jsonl").exists(), "the first step")
+    two = {"train.steps": 30, "rollout.instances": 2, "rollout.restarts": 0}
+    with orchestrating(settings | two, tmp_path) as (orchestrator, _):
+        wait_for(lambda: steps(tmp_path, "run"), "the first step")
         found = [p for p in Tree(orchestrator.pid).processes if "engine.instance.embedded" in " ".join(p.cmdline())]
         assert len(found) == 2
         send(found[0], "SIGKILL")
         assert orchestrator.wait(timeout=120) == 0
-    finally:
-        orchestrator.kill()
-        orchestrator.wait()
-    lines = list(read_lines(tmp_path / "run/steps.jsonl"))
+    lines = steps(tmp_path, "run")
     assert [line["step"] for line in lines] == list(range(30))
     assert lines[-1]["pool_size"] == 1
     assert all(line["versions_seen"] == [line["step"]] for line in lines)

@@ -1,24 +1,18 @@
 """Evaluation inside a run, on real processes: it changes no weight, and it is of exactly the step's weights."""
 
-import json
 from pathlib import Path
 
 import pytest
-from safetensors.numpy import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from engine.run.files import read_lines
 from engine.run.served_model import served_config, weight_version
 from engine.run.trace import read_spans
-from support.runs import launch
+from support.whole_runs import run, same, weights
 from tasks.commands.export import find_checkpoint, policy_folder
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 STEPS = 4
-
-
-def weights(folder, name):
-    return {key: tensor.tobytes() for key, tensor in load_file(folder / name / "policy/model.safetensors").items()}
 
 
 @pytest.fixture
@@ -33,17 +27,12 @@ def exact(settings):
     }
 
 
-def run(settings, folder):
-    code, output = launch(settings, folder)
-    assert code == 0, output
-    return folder / settings["run.name"]
-
-
 def test_an_evaluated_run_trains_the_same_weights(exact, tmp_path):
     run(exact | {"run.name": "plain"}, tmp_path)
     keep = {"checkpoint.every": 1, "checkpoint.keep_last": 1, "checkpoint.keep_best": 1}
-    folder = run(exact | keep | {"run.name": "evaluated", "evaluate.every": 1}, tmp_path)
-    assert weights(tmp_path, "plain") == weights(tmp_path, "evaluated")
+    run(exact | keep | {"run.name": "evaluated", "evaluate.every": 1}, tmp_path)
+    folder = tmp_path / "evaluated"
+    assert same(weights(tmp_path, "plain"), weights(tmp_path, "evaluated"))
     _best_and_last_are_there_and_exported(folder)
 
     rows = list(read_lines(folder / "evaluations.jsonl"))
@@ -52,10 +41,9 @@ def test_an_evaluated_run_trains_the_same_weights(exact, tmp_path):
         assert row["in_run"]
         assert (row["problems"], row["samples"]) == (6, 2)
         assert 0 <= row["exposed_s"] <= row["seconds"]
-        table = [json.loads(line) for line in (folder / row["table"]).read_text().splitlines()]
-        assert {tuple(map(tuple, one["versions"])) for problem in table for one in problem["responses"]} == {
-            ((0, row["weight_version"]),)
-        }
+        table = read_lines(folder / row["table"])
+        versions = {tuple(map(tuple, one["versions"])) for problem in table for one in problem["responses"]}
+        assert versions == {((0, row["weight_version"]),)}
     assert len({row["avg_at_k"] for row in rows}) > 1, "the weights moved, so did the figure"
     assert rows[2]["against"]["weight_version"] == 0
     _never_beside_a_step(read_spans(folder / "trace"))
@@ -106,15 +94,15 @@ def _never_beside_a_step(spans):
 def test_in_the_modes_ahead_it_shares_the_instances_and_changes_no_weight(exact, tmp_path, mode):
     exact = exact | mode | {"algorithm.old_policy": "rollout", "algorithm.kl_coef": 0}
     run(exact | {"run.name": "plain"}, tmp_path)
-    folder = run(exact | {"run.name": "evaluated", "evaluate.every": 1}, tmp_path)
-    assert weights(tmp_path, "plain") == weights(tmp_path, "evaluated")
+    run(exact | {"run.name": "evaluated", "evaluate.every": 1}, tmp_path)
+    folder = tmp_path / "evaluated"
+    assert same(weights(tmp_path, "plain"), weights(tmp_path, "evaluated"))
     rows = list(read_lines(folder / "evaluations.jsonl"))
     assert [row["weight_version"] for row in rows] == [0, 1, 2]
     for row in rows:
-        table = [json.loads(line) for line in (folder / row["table"]).read_text().splitlines()]
-        assert {tuple(map(tuple, one["versions"])) for problem in table for one in problem["responses"]} == {
-            ((0, row["weight_version"]),)
-        }
+        table = read_lines(folder / row["table"])
+        versions = {tuple(map(tuple, one["versions"])) for problem in table for one in problem["responses"]}
+        assert versions == {((0, row["weight_version"]),)}
         assert 0 <= row["exposed_s"] <= row["seconds"]
     spans = read_spans(folder / "trace")
     for version in range(3):  # the next version is served only when the evaluation's last response is in
@@ -127,7 +115,8 @@ def test_in_the_modes_ahead_it_shares_the_instances_and_changes_no_weight(exact,
 def test_in_bounded_an_evaluation_is_of_one_version_whenever_instances_swap(exact, tmp_path):
     in_turn = {"train.mode": "bounded", "train.max_staleness": 2, "weights.staged": True, "rollout.instances": 2}
     free = {"rollout.deterministic": False, "train.consume": "arrival", "algorithm.old_policy": "rollout"}
-    folder = run(exact | in_turn | free | {"algorithm.kl_coef": 0, "evaluate.every": 1}, tmp_path)
+    run(exact | in_turn | free | {"algorithm.kl_coef": 0, "evaluate.every": 1}, tmp_path)
+    folder = tmp_path / "run"
     rows = list(read_lines(folder / "evaluations.jsonl"))
     assert [row["weight_version"] for row in rows] == [0, 1, 2]
     assert not (folder / "evaluations/dropped.jsonl").exists()

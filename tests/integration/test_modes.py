@@ -1,10 +1,8 @@
 """Staleness on purpose: whole runs in the modes that keep batches in flight, with and without staged weights."""
 
 import pytest
-from safetensors.numpy import load_file
 
-from engine.run.files import read_lines
-from support.runs import launch
+from support.whole_runs import run, same, steps, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(200)]
 STEPS = 6
@@ -17,16 +15,6 @@ STALE = {
 }
 
 
-def run(settings, folder, *arguments):
-    code, output = launch(settings, folder, *arguments)
-    assert code == 0, output
-    return list(read_lines(folder / settings["run.name"] / "steps.jsonl"))
-
-
-def weights(folder, name):
-    return {key: tensor.tobytes() for key, tensor in load_file(folder / name / "policy/model.safetensors").items()}
-
-
 @pytest.mark.nightly
 @pytest.mark.parametrize(("mode", "lag"), [("one_step_off", 1), ("bounded", 2)])
 def test_an_exact_lag_is_kept_and_is_a_function_of_the_seed(settings, tmp_path, mode, lag):
@@ -34,10 +22,11 @@ def test_an_exact_lag_is_kept_and_is_a_function_of_the_seed(settings, tmp_path, 
     exact = {"train.mode": mode, "rollout.deterministic": True, "train.consume": "prompt_order"}
     exact |= {"train.max_staleness": lag, "train.exact_lag": True} if mode == "bounded" else {}
     for name, staged in (("stopped", False), ("staged", True)):
-        lines = run(settings | STALE | exact | {"run.name": name, "weights.staged": staged}, tmp_path)
+        run(settings | STALE | exact | {"run.name": name, "weights.staged": staged}, tmp_path)
+        lines = steps(tmp_path, name)
         assert [line["versions_seen"] for line in lines] == [[max(0, step - lag)] for step in range(STEPS)]
         assert [line["staleness_mean"] for line in lines] == [min(step, lag) for step in range(STEPS)]
-    assert weights(tmp_path, "stopped") == weights(tmp_path, "staged")
+    assert same(weights(tmp_path, "stopped"), weights(tmp_path, "staged"))
 
 
 @pytest.mark.parametrize("transport", ["file", pytest.param("gloo", marks=pytest.mark.nightly)])
@@ -49,7 +38,8 @@ def test_bounded_staleness_with_two_instances(settings, tmp_path, transport):
         "weights.staged": True,
         "weights.transport": transport,
     }
-    lines = run(settings | STALE | bounded, tmp_path)
+    run(settings | STALE | bounded, tmp_path)
+    lines = steps(tmp_path, "run")
     assert [line["step"] for line in lines] == list(range(STEPS))
     for line in lines:
         assert set(line["versions_seen"]) <= set(range(max(0, line["step"] - 2), line["step"] + 1))
@@ -62,7 +52,8 @@ def test_bounded_staleness_with_two_instances(settings, tmp_path, transport):
 def test_a_resumed_run_generates_anew_what_was_in_flight(settings, tmp_path):
     stale = settings | STALE | {"train.mode": "one_step_off", "checkpoint.every": 2}
     run(stale | {"train.steps": 4}, tmp_path)
-    lines = run(stale, tmp_path, "--resume")
+    run(stale, tmp_path, "--resume")
+    lines = steps(tmp_path, "run")
     assert [line["step"] for line in lines] == list(range(STEPS))
     assert [line["versions_seen"] for line in lines] == [[0], [0], [1], [2], [4], [4]]
 
@@ -70,7 +61,8 @@ def test_a_resumed_run_generates_anew_what_was_in_flight(settings, tmp_path):
 @pytest.mark.nightly
 def test_a_recorded_stale_run_replays_bit_identically(settings, tmp_path):
     stale = settings | STALE | {"train.mode": "bounded", "train.max_staleness": 2}
-    live = run(stale | {"run.name": "live", "train.record": True}, tmp_path)
-    replayed = run(stale | {"run.name": "replayed"}, tmp_path, "--replay", str(tmp_path / "live/record.msgpack"))
-    assert weights(tmp_path, "live") == weights(tmp_path, "replayed")
+    run(stale | {"run.name": "live", "train.record": True}, tmp_path)
+    run(stale | {"run.name": "replayed"}, tmp_path, "--replay", str(tmp_path / "live/record.msgpack"))
+    live, replayed = (steps(tmp_path, name) for name in ("live", "replayed"))
+    assert same(weights(tmp_path, "live"), weights(tmp_path, "replayed"))
     assert [line["versions_seen"] for line in live] == [line["versions_seen"] for line in replayed]

@@ -7,14 +7,12 @@ of a version that the mode accepts, as after a resume.
 """
 
 import contextlib
-import os
 import threading
+from functools import cache
 
 import httpx
 import psutil
 import pytest
-import torch
-from safetensors.torch import load_file
 
 from docs.examples.hf_trainer import HuggingFaceTrainer
 from engine.client.service import ServiceClient
@@ -24,7 +22,8 @@ from engine.wire.access_token import authorization_headers, folder_token
 from support import elastic_job
 from support.elastic_job import PROMPTS, Job
 from support.faults import kill
-from support.runs import config_of, launch, wait_for
+from support.runs import base_settings, config_of, wait_for
+from support.whole_runs import run, same, weights
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
 STEPS = 5
@@ -53,34 +52,20 @@ ALONE = {"replicas", "pipeline", "updates"}
 
 
 def recipe(settings, folder, more):
-    cores = sorted(os.sched_getaffinity(0))
-    return elastic_job.recipe(settings, folder, STEPS) | {
-        "train.consume": "prompt_order",
-        "train.devices": cores[:1],
-        "rollout.instances": 1,
-        "rollout.devices": cores[-1:],
-        "rollout.deterministic": True,
-        "evaluate.max_new_tokens": 40,
-        **more,
-    }
+    return elastic_job.exact_recipe(settings, folder, STEPS) | {"evaluate.max_new_tokens": 40, **more}
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tiny_model, problems, tmp_path_factory):
     """Returns the final weights of a run that nothing happens to."""
-    from support.runs import base_settings
 
-    found = {}
+    @cache
+    def weights_of(name):
+        folder = tmp_path_factory.mktemp(name)
+        run(recipe(base_settings(tiny_model, problems, folder), folder, CASES[name][0]), folder)
+        return weights(folder, "run")
 
-    def weights(name, more):
-        if name not in found:
-            folder = tmp_path_factory.mktemp(name)
-            code, output = launch(recipe(base_settings(tiny_model, problems, folder), folder, more), folder)
-            assert code == 0, output
-            found[name] = _weights(folder / "run")
-        return found[name]
-
-    return weights
+    return weights_of
 
 
 @pytest.mark.parametrize(
@@ -89,23 +74,14 @@ def undisturbed(tiny_model, problems, tmp_path_factory):
 def test_the_only_instance_dies_in_the_middle_of_a_step(settings, tmp_path, undisturbed, name):
     more, lag = CASES[name]
     with contextlib.ExitStack() as stack:
-        run = stack.enter_context(Job(recipe(settings, tmp_path, more), tmp_path))
-        run.wait(lambda: run.steps() >= 2 and run.works("instance-0") and _is_there(run, name), "its work")
-        kill(run, "instance-0")
-        lines = run.end(lag)
+        job = stack.enter_context(Job(recipe(settings, tmp_path, more), tmp_path))
+        job.wait(lambda: job.steps() >= 2 and job.works("instance-0") and _is_there(job, name), "its work")
+        kill(job, "instance-0")
+        lines = job.end(lag)
     assert lines[-1]["pool_size"] == 1
-    assert run.periods("instance-0").count("starting") == 2
+    assert job.periods("instance-0").count("starting") == 2
     if not lag:
-        expected = undisturbed(name if name in ALONE else "periodic", more if name in ALONE else {})
-        weights = _weights(run.folder)
-        assert weights.keys() == expected.keys()
-        assert all(torch.equal(weights[key], expected[key]) for key in weights)
-
-
-def _weights(folder):
-    return {
-        key: weight for file in (folder / "policy").glob("*.safetensors") for key, weight in load_file(file).items()
-    }
+        assert same(weights(tmp_path, "run"), undisturbed(name if name in ALONE else "periodic"))
 
 
 def _is_there(run, name):

@@ -13,9 +13,9 @@ from safetensors.torch import load_file
 
 from engine.errors import RatioGapError
 from engine.orchestrator.launch import launch_run as launch_here
+from engine.run.checkpoint_files import is_complete, latest_checkpoint, step_of
 from engine.run.trace import read_spans
 from engine.tools.timeline import overlapped_steps
-from engine.trainer.checkpoint.checkpoints import is_complete, latest_checkpoint, step_of
 from engine.types import Group, Prompt, Response, Score
 from engine.wire.columns import Row, open_group, pack_group
 from engine.wire.messages import Window

@@ -3,12 +3,11 @@
 import math
 
 import pytest
-from safetensors.numpy import load_file
 
-from engine.run.files import read_lines
 from engine.wire import record
 from support.parallel.runs import Job, run
 from support.runs import config_of
+from support.whole_runs import same, steps, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 STEPS = 6
@@ -36,16 +35,13 @@ def test_a_response_carries_the_versions_of_its_tokens_and_is_trained_once(setti
     replay = base | modes["bounded"] | {"run.name": "replay", "train.mode": "bounded", "train.record": False}
     run([*jobs, Job(config_of(replay), replay="bounded")], 250)
     for mode in modes:
-        check_run(tmp_path / mode, LAG[mode])
-    one, other = (load_file(tmp_path / name / "policy/model.safetensors") for name in ("bounded", "replay"))
-    assert {key: tensor.tobytes() for key, tensor in one.items()} == {
-        key: tensor.tobytes() for key, tensor in other.items()
-    }
+        check_run(tmp_path, mode, LAG[mode])
+    assert same(weights(tmp_path, "bounded"), weights(tmp_path, "replay"))
 
 
-def check_run(folder, lag):
-    lines = list(read_lines(folder / "steps.jsonl"))
-    groups = [group for entry in record.read_record(folder / "record.msgpack") for group in entry.window()]
+def check_run(folder, name, lag):
+    lines = steps(folder, name)
+    groups = [group for entry in record.read_record(folder / name / "record.msgpack") for group in entry.window()]
     assert sorted((group.step, group.index) for group in groups) == [
         (s, p) for s in range(STEPS) for p in range(PROMPTS)
     ]

@@ -4,9 +4,9 @@ import gzip
 import json
 
 import pytest
-from safetensors.numpy import load_file
 
 from support.runs import launch
+from support.whole_runs import run, same, weights
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -25,16 +25,11 @@ def events_of(file):
     return json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
 
 
-def weights(folder):
-    return {key: tensor.tobytes() for key, tensor in load_file(folder / "policy/model.safetensors").items()}
-
-
 def test_a_profile_has_the_phases_of_its_steps_and_changes_no_weight(settings, tmp_path):
     exact = settings | {"rollout.deterministic": True, "train.consume": "prompt_order", "train.steps": 4}
     for name, steps in (("plain", []), ("profiled", [1, 2])):
-        code, output = launch(exact | {"run.name": name, "train.profile": steps}, tmp_path)
-        assert code == 0, output
-    assert weights(tmp_path / "profiled") == weights(tmp_path / "plain")
+        run(exact | {"run.name": name, "train.profile": steps}, tmp_path)
+    assert same(weights(tmp_path, "profiled"), weights(tmp_path, "plain"))
     assert not (tmp_path / "plain/profile").exists()
     of_instance, of_rank = sorted((tmp_path / "profiled/profile").iterdir())
     assert (of_instance.name, of_rank.name) == ("instance-0.json.gz", "rank-0.json.gz")

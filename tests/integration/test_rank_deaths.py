@@ -4,9 +4,9 @@ import time
 
 import pytest
 
-from engine.trainer.checkpoint.checkpoints import latest_checkpoint, step_of
+from engine.run.checkpoint_files import latest_checkpoint, step_of
 from support.runs import ROOT, Tree, send, wait_for
-from support.whole_runs import rank, run, start, steps
+from support.whole_runs import orchestrating, rank, run, steps
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(600)]
 REWARDS = ROOT / "tests/support/rewards.py"
@@ -14,19 +14,14 @@ REWARDS = ROOT / "tests/support/rewards.py"
 
 def end_of(settings, folder, number, signal, timeout_s):
     """What the orchestrator of an endless run says when one of its ranks gets a signal in the middle of a step."""
-    orchestrator, log = start(settings | {"train.steps": 100_000}, folder)
-    try:
+    with orchestrating(settings | {"train.steps": 100_000}, folder) as (orchestrator, said):
         wait_for(lambda: steps(folder, "run"), "the first step")
         tree = Tree(orchestrator.pid)
         time.sleep(1.5)
         send(rank(tree, number), signal)
         assert orchestrator.wait(timeout=timeout_s) == 1
         assert tree.left() == []
-    finally:
-        orchestrator.kill()
-        orchestrator.wait()
-    log.seek(0)
-    return log.read()
+        return said()
 
 
 @pytest.mark.parametrize("axis", ["tensor", pytest.param("pipeline", marks=pytest.mark.nightly)])

@@ -8,12 +8,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from safetensors.numpy import load_file
 
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from support.run_folders import newer_attempt
-from support.runs import ROOT, base_settings, launch, wait_for, write_config
+from support.runs import ROOT, base_settings, wait_for, write_config
+from support.whole_runs import orchestrating, steps
 
 STEPS = 4
 
@@ -31,63 +31,22 @@ def exact(tiny_model, problems, tmp_path_factory):
     }
 
 
-@pytest.fixture(scope="module")
-def finished(exact):
-    """The folder of a run that ended."""
-    output = Path(exact["run.output"])
-    code, told = launch(exact | {"run.name": "finished"}, output)
-    assert code == 0, told
-    return RunFolder(output / "finished")
-
-
-def weights(folder):
-    return {key: tensor.tobytes() for key, tensor in load_file(folder.path / "policy/model.safetensors").items()}
-
-
-@pytest.mark.nightly
-def test_a_run_resumes_from_the_checkpoint_before_a_damaged_one_bit_for_bit(exact, finished):
-    output = Path(exact["run.output"])
-    folder = RunFolder(output / "damaged")
-    shutil.copytree(finished.path, folder.path)
-    shutil.rmtree(folder.policy)
-    file = next((folder.checkpoints / "step-000004").glob("*.distcp"))
-    data = bytearray(file.read_bytes())
-    data[len(data) // 2] ^= 1
-    file.write_bytes(data)
-    code, told = launch(exact | {"run.name": "damaged"}, output, "--resume")
-    assert code == 0, told
-    assert weights(folder) == weights(finished)
-    assert [row["step"] for row in read_lines(folder.steps)] == list(range(STEPS))
-    log = (folder.logs / "trainer.log").read_text()
-    assert f"step-000004: {file.name} does not match _SUCCESS.json" in log
-    assert "skipped, and kept as damaged-step-000004" in log
-    assert any("kept as damaged-step-000004" in row["text"] for row in read_lines(folder.notices))
-    kept = folder.checkpoints / "damaged-step-000004" / file.name
-    assert kept.read_bytes() == bytes(data)
-
-
 @pytest.mark.slow
 def test_a_orchestrator_stops_before_it_writes_a_run_that_another_one_has_taken_over(exact):
     """The lock file is lost, as on a file server that was started again."""
     output = Path(exact["run.output"])
     settings = exact | {"run.name": "twice", "train.steps": 500, "checkpoint.every": 1}
-    command = [sys.executable, "-m", "engine.orchestrator.launch", "--config", str(write_config(settings, output))]
     folder = RunFolder(output / "twice")
-    log = output / "older.log"
-    with log.open("w") as told:
-        older = subprocess.Popen(command, cwd=ROOT, stderr=told)
-    try:
-        wait_for(lambda: len(list(read_lines(folder.steps))) >= 2, "the second step")
+    with orchestrating(settings, output) as (older, said):
+        wait_for(lambda: len(steps(output, "twice")) >= 2, "the second step")
         folder.lock.unlink()
         newer = newer_attempt(folder.path)  # as the newer orchestrator does
-        before = len(list(read_lines(folder.steps)))
+        before = len(steps(output, "twice"))
         assert older.wait(90) == 1
-    finally:
-        older.kill()
-        older.wait()
-    assert len(list(read_lines(folder.steps))) <= before + 1  # one that was being written
-    assert f"another attempt ({newer.attempt}) writes it now; this one (attempt 1) stops" in log.read_text()
-    assert "Traceback" not in log.read_text()
+        told = said()
+    assert len(steps(output, "twice")) <= before + 1  # one that was being written
+    assert f"another attempt ({newer.attempt}) writes it now; this one (attempt 1) stops" in told
+    assert "Traceback" not in told
     assert not folder.failure.exists()
 
 

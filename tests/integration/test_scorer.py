@@ -4,7 +4,7 @@ import pytest
 
 from engine.orchestrator.stages import scorer_log
 from support.runs import ROOT, Tree, base_settings, send, wait_for
-from support.whole_runs import run, same, spans, start, steps, weights
+from support.whole_runs import orchestrating, run, same, spans, steps, weights
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(900)]
 AGENT = "engine.trainer.ranks.agent --ranks 1 --module"
@@ -113,8 +113,7 @@ def scorer_process(orchestrator, part="engine.trainer.ranks.scorer_rank"):
 
 @pytest.mark.parametrize("signal", ["SIGKILL", pytest.param("SIGSTOP", marks=pytest.mark.nightly)])
 def test_a_scorer_that_dies_or_hangs_is_started_again_and_changes_no_bit(signal, slow, undisturbed, folder):
-    orchestrator, log = start(slow | {"run.name": signal}, folder)
-    try:
+    with orchestrating(slow | {"run.name": signal}, folder) as (orchestrator, _):
         wait_for(lambda: steps(folder, signal), "the first step")
         before = scorer_process(orchestrator)
         tree = Tree(orchestrator.pid)
@@ -122,26 +121,18 @@ def test_a_scorer_that_dies_or_hangs_is_started_again_and_changes_no_bit(signal,
         wait_for(lambda: (now := scorer_process(orchestrator)) is not None and now.pid != before.pid, "another scorer")
         assert orchestrator.wait(timeout=200) == 0
         assert tree.left() == []
-    finally:
-        orchestrator.kill()
-        orchestrator.wait()
     assert same(weights(folder, undisturbed), weights(folder, signal))
     assert figures(folder, undisturbed) == figures(folder, signal)
 
 
 def fails(settings, folder, harm):
     """What the orchestrator of a run says that fails because `harm` was done to its scorer's processes."""
-    orchestrator, log = start(settings, folder)
-    try:
+    with orchestrating(settings, folder) as (orchestrator, said):
         harm(orchestrator)
         tree = Tree(orchestrator.pid)
         assert orchestrator.wait(timeout=120) == 1
         assert tree.left() == []
-    finally:
-        orchestrator.kill()
-        orchestrator.wait()
-    log.seek(0)
-    return log.read()
+        return said()
 
 
 @pytest.mark.nightly
@@ -175,12 +166,9 @@ def test_a_run_whose_scorer_dies_again_and_again_fails_by_name(exact, folder):
 
 @pytest.mark.nightly
 def test_nothing_survives_the_orchestrator(exact, folder):
-    orchestrator, _ = start(with_scorer(exact) | {"run.name": "killed", "train.steps": 100_000}, folder)
-    try:
+    endless = with_scorer(exact) | {"run.name": "killed", "train.steps": 100_000}
+    with orchestrating(endless, folder) as (orchestrator, _):
         wait_for(lambda: steps(folder, "killed"), "the first step")
         tree = Tree(orchestrator.pid)
         assert tree.named("-m engine.trainer.ranks.scorer_rank")
-    finally:
-        orchestrator.kill()
-        orchestrator.wait()
     assert tree.left() == []

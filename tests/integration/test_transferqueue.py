@@ -1,8 +1,5 @@
 """Runs whose columns lie in TransferQueue's storage units: the real library, with Ray, on this machine."""
 
-import subprocess
-import sys
-
 import pytest
 from msgspec.structs import replace
 
@@ -11,9 +8,9 @@ from engine.orchestrator.launch import launch_run as launch_here
 from engine.orchestrator.transferqueue import TransferQueueStore
 from engine.run.files import read_lines
 from engine.wire.columns import LOGPROBS
-from support.runs import ROOT, Tree, config_of, send, wait_for, write_config
+from support.runs import Tree, config_of, send, wait_for
 from support.transferqueue import ELSEWHERE, EXACT, MARKS, disturbed
-from support.whole_runs import run, same, steps, weights
+from support.whole_runs import orchestrating, run, same, steps, weights
 
 pytestmark = MARKS
 UNIT = "ray::SimpleStorageUnit"
@@ -44,14 +41,9 @@ def test_runs_with_both_stores_are_bit_identical(exact, tmp_path):
 def test_a_killed_run_leaves_no_process_and_resumes_with_the_same_bits(exact, tmp_path):
     expected = in_orchestrator(exact, tmp_path)
     killed = exact | ELSEWHERE | {"run.name": "killed", "train.mode": "sync", "checkpoint.every": 1}
-    config = write_config(killed, tmp_path)
-    process = subprocess.Popen([sys.executable, "-m", "engine.orchestrator.launch", "--config", str(config)], cwd=ROOT)
-    try:
+    with orchestrating(killed, tmp_path) as (process, _):
         wait_for(lambda: len(steps(tmp_path, "killed")) >= 1, "the first step", timeout_s=300)
         tree = Tree(process.pid)
-    finally:
-        process.kill()
-        process.wait()
     assert any(UNIT in line for _, line in tree.command_lines())
     assert not tree.left(60)
     run(killed, tmp_path, "--resume", timeout_s=400)

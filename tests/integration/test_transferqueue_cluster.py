@@ -1,16 +1,13 @@
 """Runs whose columns lie in TransferQueue's units on the nodes of a Ray cluster: three nodes on this machine."""
 
-import subprocess
-import sys
-
 import pytest
 
 from engine.errors import StoreError
 from engine.orchestrator.launch import launch_run as launch_here
 from support.ray_nodes import kill_node, ray_cluster
-from support.runs import ROOT, config_of, wait_for, write_config
+from support.runs import config_of, wait_for
 from support.transferqueue import ELSEWHERE, EXACT, MARKS, disturbed
-from support.whole_runs import run, same, steps, weights
+from support.whole_runs import orchestrating, run, same, steps, weights
 
 pytestmark = MARKS
 NODES = 3
@@ -87,12 +84,7 @@ def test_the_loss_of_a_node_ends_the_run_by_name_and_the_run_resumes_on_those_th
 
 def test_a_killed_run_leaves_no_actor_in_the_cluster(exact, tmp_path, cluster):
     settings = exact | on(cluster, "run")
-    config = write_config(settings, tmp_path)
-    process = subprocess.Popen([sys.executable, "-m", "engine.orchestrator.launch", "--config", str(config)], cwd=ROOT)
-    try:
+    with orchestrating(settings, tmp_path):
         wait_for(lambda: len(steps(tmp_path, "run")) >= 1, "the first step", timeout_s=300)
         assert len(actors(cluster)) == NODES + 1
-    finally:
-        process.kill()
-        process.wait()
     wait_for(lambda: is_left_alone(cluster), "the end of the run's actors", 60)

@@ -1,14 +1,15 @@
 """On real processes: a rollout program's responses and weights depend on nothing but its input."""
 
 import os
+from functools import cache
+from pathlib import Path
 
 import pytest
-from safetensors.numpy import load_file
 
-from engine.run.files import read_lines
 from support import elastic_job
 from support.faults import kill_in_update
-from support.runs import ROOT, launch
+from support.runs import ROOT, base_settings, launch
+from support.whole_runs import run, same, steps, weights
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(900)]
 
@@ -19,62 +20,39 @@ POINTS = ("tool", "between turns", "turn", "sync")
 
 def recipe(settings, folder, mode, instances=1, program="scored"):
     """A run with two turns in each response, whose rewards `Job.held` holds."""
-    cores = sorted(os.sched_getaffinity(0))
-    return (
-        elastic_job.recipe(settings, folder, STEPS)
-        | {
-            "train.devices": cores[:1],  # one thread each, however many instances there are
-            "rollout.devices": cores[-1:] * instances,
-            "run.name": "run",
-            "train.mode": mode,
-            "train.prompts_per_step": 6,
-            "rollout.instances": instances,
-            "rollout.program": f"{PROGRAMS}:{program}",
-            "rollout.deterministic": True,
-            "rollout.heartbeat_s": 15,  # not taken for silent before it is killed
-            "rollout.max_new_tokens": 24,
-            "reward.environment": ["METRONOME_TEST_MARKS", "METRONOME_TEST_POINT"],
-            "train.consume": "prompt_order",
-            "checkpoint.every": 1,
-        }
-    )
-
-
-def weights(folder):
-    return {key: value.tobytes() for key, value in load_file(folder / "run/policy/model.safetensors").items()}
+    return elastic_job.exact_recipe(settings, folder, STEPS, instances) | {
+        "run.name": "run",
+        "train.mode": mode,
+        "train.prompts_per_step": 6,
+        "rollout.program": f"{PROGRAMS}:{program}",
+        "rollout.heartbeat_s": 15,  # not taken for silent before it is killed
+        "rollout.max_new_tokens": 24,
+        "reward.environment": ["METRONOME_TEST_MARKS", "METRONOME_TEST_POINT"],
+        "checkpoint.every": 1,
+    }
 
 
 def run_whole(settings, folder, *arguments):
-    code, output = launch(settings, folder, *arguments, timeout_s=400)
-    assert code == 0, output
-    return weights(folder)
+    """The weights of a run."""
+    run(settings, Path(settings["run.output"]), *arguments, timeout_s=400)
+    return weights(Path(settings["run.output"]), "run")
 
 
 def run_replay(settings, folder):
     """The weights of a replay of what the run in `folder` has recorded."""
     (folder / "replay").mkdir()
     replayed = settings | {"run.output": str(folder / "replay"), "train.record": False}
-    code, output = launch(replayed, folder, "--replay", str(folder / "run/record.msgpack"), timeout_s=400)
-    assert code == 0, output
-    return weights(folder / "replay")
+    return run_whole(replayed, folder, "--replay", str(folder / "run/record.msgpack"))
 
 
 @pytest.fixture(scope="module")
-def known():
-    """The weights of undisturbed runs."""
-    return {}
+def undisturbed(tiny_model, problems, tmp_path_factory):
+    """Gives the weights of a mode and a program."""
 
-
-@pytest.fixture
-def undisturbed(settings, tmp_path_factory, known):
-    """Gives the weights of a mode and a program. Those of "sync" are those of "periodic"."""
-
+    @cache
     def weights_of(mode, program):
-        mode = "sync" if mode == "periodic" else mode
-        if (mode, program) not in known:
-            folder = tmp_path_factory.mktemp(mode)
-            known[mode, program] = run_whole(recipe(settings, folder, mode, program=program), folder)
-        return known[mode, program]
+        folder = tmp_path_factory.mktemp(mode)
+        return run_whole(recipe(base_settings(tiny_model, problems, folder), folder, mode, program=program), folder)
 
     return weights_of
 
@@ -134,12 +112,13 @@ def test_deaths_at_every_point_change_no_bit(settings, tmp_path, monkeypatch, un
     else:
         die_in_program(given, tmp_path, point, monkeypatch)
     ended = run_whole(given, tmp_path, "--resume")
-    lines = list(read_lines(tmp_path / "run/steps.jsonl"))
+    lines = steps(tmp_path, "run")
     late = int(mode == "one_step_off")
     again = late and point == "sync"
     newer = {step for step, line in enumerate(lines) if line["versions_seen"] == [step] != [max(0, step - late)]}
     assert len(newer) == int(again)
-    assert ended == (run_replay(given, tmp_path) if again else undisturbed(mode, program))
+    whole = "sync" if mode == "periodic" else mode  # with the same weights
+    assert same(ended, run_replay(given, tmp_path) if again else undisturbed(whole, program))
     expected = [[step if step in newer else max(0, step - late)] for step in range(STEPS)]
     assert [line["versions_seen"] for line in lines] == expected
     assert late or max(line["max_ratio_gap"] for line in lines) <= 1e-3
@@ -154,4 +133,4 @@ def test_a_replay_asks_no_tool_again(settings, tmp_path, mode):
     """What a tool has answered is recorded: a replay has the bits of a run whose tool tells the time."""
     live = recipe(settings, tmp_path, mode, program="clock") | {"train.consume": "arrival"}
     expected = run_whole(live, tmp_path)
-    assert run_replay(live, tmp_path) == expected
+    assert same(run_replay(live, tmp_path), expected)

@@ -62,6 +62,19 @@ def recipe(settings, folder, steps):
     }
 
 
+def exact_recipe(settings, folder, steps, instances=1):
+    """The same whose numbers depend on nothing but its seed. One thread each, however many instances there are: their
+    number must change no bit."""
+    cores = sorted(os.sched_getaffinity(0))
+    return recipe(settings, folder, steps) | {
+        "train.consume": "prompt_order",
+        "train.devices": cores[:1],
+        "rollout.instances": instances,
+        "rollout.devices": cores[-1:] * instances,
+        "rollout.deterministic": True,
+    }
+
+
 OTHERS_TOKEN = "token-of-another-instance"
 
 

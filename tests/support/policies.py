@@ -38,6 +38,15 @@ def a_policy(settings, **changes):
     return Policy(config, platform.get_platform("cpu"))
 
 
+def step_gradients(settings, folder, **changes):
+    """The gradients of a step of two groups, by the parameters' names in Megatron. `folder`: the model's."""
+    policy = a_policy(settings, model__path=folder, **changes)
+    policy.start_step()
+    for seed in (1, 2):
+        policy.accumulate([a_group((4, 0, 16, 1), seed=seed)])
+    return {name: one.main_grad.clone() for name, one in policy.models.policy.named_parameters()}
+
+
 def assert_same(ours, theirs, tolerance=1e-5):
     assert ours.keys() == theirs.keys()
     for name, grad in theirs.items():

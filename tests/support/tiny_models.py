@@ -66,7 +66,7 @@ def reference(folder: str) -> PreTrainedModel:
 
 
 @torch.no_grad()
-def reference_logprobs(model: PreTrainedModel, prompt: list[int], response: list[int], temperature: float = 1.0):
+def reference_logprobs(model: PreTrainedModel, prompt, response, temperature: float = 1.0):
     """log softmax(logits / temperature) of a response's tokens, by one forward of transformers."""
     logits = model(torch.tensor([[*prompt, *response]])).logits[0, len(prompt) - 1 : -1]
-    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(response)[:, None])[:, 0]
+    return (logits / temperature).log_softmax(-1).gather(1, torch.tensor(response, dtype=torch.long)[:, None])[:, 0]

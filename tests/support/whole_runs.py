@@ -2,12 +2,13 @@
 
 import subprocess
 import sys
+from contextlib import contextmanager
 
 from safetensors.torch import load_file
 
+from engine.run.checkpoint_files import latest_checkpoint, step_of
 from engine.run.files import read_lines
 from engine.run.trace import read_spans
-from engine.trainer.checkpoint.checkpoints import latest_checkpoint, step_of
 from support.runs import ROOT, Tree, launch, send, wait_for, write_config
 
 
@@ -27,6 +28,17 @@ def start(settings, folder):
     log = (folder / f"{settings['run.name']}.log").open("w+")
     command = [sys.executable, "-m", "engine.orchestrator.launch", "--config", str(write_config(settings, folder))]
     return subprocess.Popen(command, stderr=log, cwd=ROOT), log
+
+
+@contextmanager
+def orchestrating(settings, folder):
+    """(the orchestrator of a run, a function that returns its stderr so far). It is killed with the block."""
+    orchestrator, log = start(settings, folder)
+    try:
+        yield orchestrator, lambda: (log.seek(0), log.read())[1]
+    finally:
+        orchestrator.kill()
+        orchestrator.wait()
 
 
 def rank(tree, number):
@@ -63,10 +75,9 @@ def kill_a_rank(settings, folder):
 
     `settings`: with checkpoint.every = 2 and two ranks.
     """
-    orchestrator, log = start(settings, folder)
     place = folder / settings["run.name"]
     checkpoints = place / "checkpoints"
-    try:
+    with orchestrating(settings, folder) as (orchestrator, said):
         wait_for(
             lambda: len(steps(folder, settings["run.name"])) >= 3 and latest_checkpoint(checkpoints),
             "the third step and a checkpoint",
@@ -75,10 +86,6 @@ def kill_a_rank(settings, folder):
         send(rank(tree, 1), "SIGKILL")
         assert orchestrator.wait(timeout=60) == 1
         assert tree.left() == []
-    finally:
-        orchestrator.kill()
-        orchestrator.wait()
-    log.seek(0)
-    assert "trainer rank 1: Signal 9 (SIGKILL)" in log.read()
+        assert "trainer rank 1: Signal 9 (SIGKILL)" in said()
     assert not (place / "policy").exists()
     assert step_of(latest_checkpoint(checkpoints)) in (2, 4)

@@ -17,7 +17,8 @@ from engine.algorithm.batch_statistics import (
     positive_share,
     second_moment_limit,
 )
-from engine.algorithm.losses import LOSSES, Coefficients, Terms
+from engine.algorithm.losses import LOSSES, Coefficients
+from support.loss_rows import loss_row
 
 NAMES = ("m2po", "bapo")
 LIMITS = BatchLossSettings()
@@ -32,23 +33,8 @@ def tokens_of(found):
 
 def terms_of(name, found, whole=None):
     """Terms of the tokens `found`, with statistics over the batch `whole`."""
-    tokens = tokens_of(found)
-    old = torch.linspace(-3, -0.5, len(found), dtype=torch.float64)
     statistics = LOSSES[name].statistics(tokens_of(whole or found), LIMITS)
-    ones = torch.ones_like(old)
-    number = torch.zeros(len(found), dtype=torch.long)
-    return Terms(
-        logprobs=(old + tokens.log_ratios).requires_grad_(),
-        old=old,
-        reference=None,
-        entropy=ones,
-        advantages=tokens.advantages,
-        weights=ones,
-        rollout=old,
-        response=number,
-        responses=1,
-        statistics=statistics,
-    )
+    return loss_row(*zip(*[(log, advantage) for advantage, log in found], strict=True), statistics=statistics)
 
 
 def total(name, terms):

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from engine.algorithm.batch_statistics import BatchLossSettings, BatchTokens, balanced_bounds, positive_share
 from engine.algorithm.kl import k3, mismatch_figures
-from engine.algorithm.losses import LOSSES, Coefficients, Terms, correction_weights
+from engine.algorithm.losses import LOSSES, Coefficients, correction_weights
+from support.loss_rows import loss_row
 
 COEFFICIENTS = Coefficients(0.2, 0.28, 0.0, 0.0)
 DUAL = replace(COEFFICIENTS, dual_clip=3.0)
@@ -21,20 +22,9 @@ WIDEST = (0.9, 3.0)
 
 def terms_of(logs, advantages, name="grpo", dtype=torch.float32):
     """One response whose tokens have these log-ratios."""
-    old = torch.linspace(-3, -0.5, len(logs), dtype=dtype)
-    ones = torch.ones_like(old)
-    return Terms(
-        logprobs=(old + torch.tensor(logs, dtype=dtype)).requires_grad_(),
-        old=old,
-        reference=None,
-        entropy=ones,
-        advantages=torch.tensor(advantages, dtype=dtype),
-        weights=ones / len(logs) if LOSSES[name].aggregation == "response" else ones,
-        rollout=old,
-        response=torch.zeros(len(logs), dtype=torch.long),
-        responses=1,
-        statistics={"m2po": (math.inf,), "bapo": WIDEST}.get(name, ()),
-    )
+    each = 1 / len(logs) if LOSSES[name].aggregation == "response" else 1.0
+    statistics = {"m2po": (math.inf,), "bapo": WIDEST}.get(name, ())
+    return loss_row(logs, advantages, dtype, weights=torch.full((len(logs),), each, dtype=dtype), statistics=statistics)
 
 
 @pytest.mark.parametrize("name", LOSSES)

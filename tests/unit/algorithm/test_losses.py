@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.algorithm.kl import KL, unbounded_k3
-from engine.algorithm.losses import LOSSES, Coefficients, Terms, correction_weights, rejection_mask
+from engine.algorithm.losses import LOSSES, Coefficients, correction_weights, rejection_mask
+from support.loss_rows import loss_row
 
 LOW = 0.2
 HIGH = 0.28
@@ -25,22 +26,13 @@ responses = st.lists(
 
 def terms_of(found, aggregation):
     lengths = torch.tensor([len(logs) for _, logs in found])
-    logs = torch.tensor([value for _, row in found for value in row], dtype=torch.float64)
-    old = torch.linspace(-3, -0.5, len(logs), dtype=torch.float64)
-    weights = (
-        torch.repeat_interleave(1 / lengths.double(), lengths) if aggregation == "response" else torch.ones_like(logs)
-    )
-    advantages = torch.repeat_interleave(torch.tensor([a for a, _ in found], dtype=torch.float64), lengths)
-    which = torch.repeat_interleave(torch.arange(len(found)), lengths)
-    return Terms(
-        logprobs=(old + logs).requires_grad_(),
-        old=old,
-        reference=None,
-        entropy=torch.zeros_like(old),
-        advantages=advantages,
-        weights=weights,
-        rollout=old,
-        response=which,
+    weights = torch.repeat_interleave(1 / lengths.double() if aggregation == "response" else lengths * 0.0 + 1, lengths)
+    return loss_row(
+        [value for _, row in found for value in row],
+        torch.repeat_interleave(torch.tensor([a for a, _ in found], dtype=torch.float64), lengths),
+        weights=weights.double(),
+        entropy=torch.zeros(len(weights), dtype=torch.float64),
+        response=torch.repeat_interleave(torch.arange(len(found)), lengths),
         responses=len(found),
     )
 

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 
 from engine.model import norm as norms
 from engine.model.norm import RMSNorm, Sum, add_in_norm, add_to_made
-from support.policies import a_group, a_policy
+from support.policies import assert_same, step_gradients
 from support.tiny_models import save
 
 
@@ -60,14 +60,6 @@ def test_bfloat16_is_rounded_once_and_its_statistics_are_fp32():
         torch.testing.assert_close(ours.float(), theirs, rtol=2**-8, atol=1e-5)
 
 
-def gradients(settings, folder, **changes):
-    policy = a_policy(settings, model__path=folder, **changes)
-    policy.start_step()
-    for seed in (1, 2):
-        policy.accumulate([a_group((4, 0, 16, 1), seed=seed)])
-    return {name: one.main_grad.clone() for name, one in policy.models.policy.named_parameters()}
-
-
 @pytest.mark.usefixtures("megatron")
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize(("kind", "tied"), [("qwen3", True), ("qwen3_moe", False)])
@@ -75,15 +67,13 @@ def test_a_layer_whose_norm_makes_the_sum_has_the_same_gradients(
     kind, tied, recompute, settings, tmp_path, monkeypatch
 ):
     folder = save(tmp_path, kind, vocab_size=256, tie_word_embeddings=tied)
-    expected = gradients(settings, folder, train__recompute=recompute)
+    expected = step_gradients(settings, folder, train__recompute=recompute)
     called = []
     monkeypatch.setattr(norms, "can_fuse", lambda x: True)
     monkeypatch.setattr(norms, "compile_once", lambda function: called.append(function.__name__) or function)
-    found = gradients(settings, folder, train__recompute=recompute)
+    found = step_gradients(settings, folder, train__recompute=recompute)
     assert set(called) == {"sum_and_norm", "sum_and_norm_gradient"}
-    assert found.keys() == expected.keys()
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= 1e-5 * gradient.norm(), name
+    assert_same(found, expected)
 
 
 def test_a_sum_with_a_bias_or_dropout_is_made_at_once(monkeypatch):

@@ -10,32 +10,14 @@ from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding, apply
 from engine.model.rotary import RotaryAtPositions, rotary_frequencies, rotate_positions
 from engine.model.shape import Llama3Scaling, ModelShape
 
-PLAIN = ModelShape(
-    architecture="LlamaForCausalLM",
-    layers=2,
-    hidden=64,
-    heads=4,
-    kv_heads=2,
-    head_dim=16,
-    intermediate=80,
-    vocabulary=61,
-    context=128,
-    rope_theta=10000.0,
-    norm_eps=1e-6,
-    tied=False,
-)
 STRETCHED = [Llama3Scaling(32.0, 1.0, 4.0, 8192), Llama3Scaling(8.0, 2.0, 5.0, 48)]
 
 
 def shape_of(head_dim, theta, scaling):
+    sizes = {"layers": 2, "hidden": 4 * head_dim, "heads": 4, "kv_heads": 2, "head_dim": head_dim, "intermediate": 80}
     return ModelShape(
-        architecture="LlamaForCausalLM",
-        layers=2,
-        hidden=4 * head_dim,
-        heads=4,
-        kv_heads=2,
-        head_dim=head_dim,
-        intermediate=80,
+        "LlamaForCausalLM",
+        **sizes,
         vocabulary=61,
         context=128,
         rope_theta=theta,
@@ -43,6 +25,9 @@ def shape_of(head_dim, theta, scaling):
         tied=False,
         rope_scaling=scaling,
     )
+
+
+PLAIN = shape_of(16, 10000.0, None)
 
 
 def theirs(shape):

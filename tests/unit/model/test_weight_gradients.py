@@ -6,7 +6,7 @@ from megatron.core.tensor_parallel import layers
 
 from engine.model import linear
 from engine.trainer.ranks import models
-from support.policies import a_group, a_policy
+from support.policies import assert_same, step_gradients
 from support.tiny_models import save
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -33,24 +33,16 @@ def products(monkeypatch):
     return called
 
 
-def gradients(settings, folder):
-    policy = a_policy(settings, model__path=folder, train__dtype="bfloat16", train__ratio_gap_limit=0)
-    policy.start_step()
-    for seed in (1, 2):
-        policy.accumulate([a_group((4, 0, 16, 1), seed=seed)])
-    return {name: one.main_grad.clone() for name, one in policy.models.policy.named_parameters()}
-
-
 @pytest.mark.parametrize("tied", [False, True])
 def test_the_sums_are_those_of_single_products(settings, tmp_path, products, tied, monkeypatch):
     folder = save(tmp_path, "qwen3", vocab_size=256, tie_word_embeddings=tied)
-    expected = gradients(settings, folder)
+    coarse = {"train__dtype": "bfloat16", "train__ratio_gap_limit": 0}
+    expected = step_gradients(settings, folder, **coarse)
     assert not products
     monkeypatch.setattr(models, "can_fuse_gradients", lambda device, dtype: True)
-    found = gradients(settings, folder)
+    found = step_gradients(settings, folder, **coarse)
     assert len(products) >= 2 * sum("linear" in name for name in expected)
-    for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= 0.01 * gradient.norm(), name
+    assert_same(found, expected, 0.01)
 
 
 def test_only_cuda_in_bfloat16_has_it():

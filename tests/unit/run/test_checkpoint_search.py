@@ -52,12 +52,22 @@ def test_a_cut_file_too_and_the_same_step_may_be_damaged_again(tmp_path, said):
     }
 
 
-def test_an_interrupted_one_is_ignored_and_stays(tmp_path, said):
-    a_checkpoint(tmp_path, 2)
-    (a_checkpoint(tmp_path, 4) / MARKER).unlink()
+def test_half_written_ones_are_ignored_and_named_and_interrupted_ones_stay(tmp_path, said):
+    for step in (2, 4, 6, 8):
+        a_checkpoint(tmp_path, step)
+    (tmp_path / "step-000004/state.json").unlink()
+    (tmp_path / "step-000006/__0_0.distcp").write_bytes(b"cut")
+    (tmp_path / "step-000008" / MARKER).unlink()
+    (tmp_path / ".step-000010.partial").mkdir()
     assert newest_whole(tmp_path, "", "", said.append) == tmp_path / "step-000002"
-    assert said == ["checkpoint step-000004 is incomplete (no _SUCCESS.json), ignored"]
-    assert (tmp_path / "step-000004").is_dir()
+    assert said == [
+        "checkpoint step-000004 is incomplete (state.json is missing), ignored",
+        "checkpoint step-000006 is incomplete (__0_0.distcp has 3 bytes, _SUCCESS.json says 701), ignored",
+        "checkpoint step-000008 is incomplete (no _SUCCESS.json), ignored",
+        "checkpoint step-000010 is incomplete (no _SUCCESS.json), ignored",
+    ]
+    left = {"step-000002", "damaged-step-000004", "damaged-step-000006", "step-000008", ".step-000010.partial"}
+    assert {path.name for path in tmp_path.iterdir()} == left
 
 
 def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_again_by_itself(tmp_path, said):

@@ -1,8 +1,9 @@
-"""A full disk, which is a small file system of its own."""
+"""A full disk, which is a small file system of its own, and the limit of open files."""
 
 import errno
 import json
 import os
+import resource
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ import sys
 import pytest
 
 from engine.errors import DiskError, TooManyFiles
-from engine.run.disk import named_disk_errors
+from engine.run.disk import ENOUGH, NO_FILE, named_disk_errors, raise_limit, reachable_limit
 from support.runs import ROOT
 
 FILLS = """
@@ -18,7 +19,7 @@ import sys
 from pathlib import Path
 from engine.config import Config, Run
 from engine.errors import DiskError
-from engine.run.disk import named_disk_errors
+from engine.run.disk import ENOUGH, NO_FILE, named_disk_errors, raise_limit, reachable_limit
 from engine.run.files import append_line, read_lines, write_atomically
 from engine.run.folder import RunFolder
 from engine.run.identity import claim_run
@@ -80,14 +81,47 @@ def test_it_is_found_in_a_group_and_other_errors_pass(tmp_path):
         raise ExceptionGroup("of tasks", [ValueError("other")])
 
 
-@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS])
-def test_a_disk_that_takes_no_more_is_named_for_each_reason(tmp_path, number):
-    with pytest.raises(DiskError, match=os.strerror(number)), named_disk_errors(tmp_path):
-        raise OSError(number, "it can't be written")
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EROFS, errno.EMFILE, errno.ENFILE])
+def test_each_reason_is_named(tmp_path, number):
+    files = number in NO_FILE
+    said = rf"{os.strerror(number)}{'.*whose limit is [0-9]+; raise it' if files else ''}"
+    with pytest.raises(TooManyFiles if files else DiskError, match=said), named_disk_errors(tmp_path):
+        raise ExceptionGroup("of tasks", [OSError(number, "it can't be opened")])
 
 
-@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
-def test_too_many_open_files_are_named_with_the_limit(tmp_path, number):
-    with pytest.raises(TooManyFiles, match=rf"{os.strerror(number)}.*whose limit is \d+; raise it"):
-        with named_disk_errors(tmp_path):
-            raise ExceptionGroup("of tasks", [OSError(number, "it can't be opened")])
+RAISE = """
+import resource
+from engine.run.disk import raise_limit, reachable_limit
+print(reachable_limit())
+raise_limit()
+print(*resource.getrlimit(resource.RLIMIT_NOFILE))
+"""
+
+
+@pytest.mark.parametrize(("soft", "hard"), [(256, 1000), (1000, 1000)])
+def test_the_soft_limit_of_open_files_becomes_the_hard_one(soft, hard):
+    """In a process of its own: a limit that was lowered can't be raised again."""
+
+    def lower():
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    done = subprocess.run([sys.executable, "-c", RAISE], preexec_fn=lower, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["1000", "1000", "1000"]
+
+
+@pytest.mark.parametrize(
+    ("limits", "reachable", "raised"),
+    [
+        ((1024, 1_000_000_000), ENOUGH, (ENOUGH, 1_000_000_000)),
+        ((1024, resource.RLIM_INFINITY), ENOUGH, (ENOUGH, resource.RLIM_INFINITY)),
+        ((1_000_000, 1_000_000_000), 1_000_000, None),
+        ((resource.RLIM_INFINITY, resource.RLIM_INFINITY), ENOUGH, None),
+    ],
+)
+def test_a_huge_hard_limit_is_not_used_up_and_none_is_lowered(monkeypatch, limits, reachable, raised):
+    given = []
+    monkeypatch.setattr(resource, "getrlimit", lambda which: limits)
+    monkeypatch.setattr(resource, "setrlimit", lambda which, value: given.append(value))
+    assert reachable_limit() == reachable
+    raise_limit()
+    assert given == ([raised] if raised else [])

@@ -76,9 +76,3 @@ def test_no_child_of_the_orchestrator_has_the_pipe():
         code = f"import os; os.fstat({reader.writer})"
         done = subprocess.run([sys.executable, "-c", code], close_fds=False, capture_output=True, text=True)
         assert "Bad file descriptor" in done.stderr
-
-
-def test_events_that_nobody_reads_are_not_kept():
-    writer = EventWriter()
-    writer.send("step", {"step": 0})
-    writer.close()

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 
 from engine.config import Config, Run
-from engine.errors import TakenOver
+from engine.errors import MetronomeError, TakenOver
 from engine.orchestrator import launch
 from engine.orchestrator.server import Server
 from engine.run.files import read_lines
@@ -33,6 +33,8 @@ def test_the_older_orchestrator_writes_nothing_more(tmp_path):
     for write in writes:
         with pytest.raises(TakenOver, match=said):
             write()
+    folder.write_failure(MetronomeError("taken over"))
+    assert not folder.failure.exists()
     assert folder.steps.read_bytes() == steps
     assert folder.evaluations.read_bytes() == evaluations
     assert not (folder.responses / "step-000009.jsonl").exists()
@@ -64,22 +66,6 @@ def test_no_checkpoint_is_published_over_the_newer_orchestrators(tmp_path, monke
         a_checkpoint(tmp_path, 4)
     assert (whole / "__0_0.distcp").read_bytes() == content
     assert not (tmp_path / "step-000004").exists()
-
-
-def test_a_orchestrator_that_was_taken_over_leaves_no_reason_in_the_newer_ones_folder(tmp_path, monkeypatch):
-    config = Config(run=Run(name="mine", output=str(tmp_path)))
-    folder = RunFolder(config.folder)
-
-    async def run(orchestrator):
-        newer_attempt(folder.path)
-        orchestrator.folder.cut_steps(0)
-
-    monkeypatch.setattr(launch, "check_training", lambda config: None)
-    monkeypatch.setattr(launch, "check_instances", lambda config: None)
-    monkeypatch.setattr(launch._Orchestrator, "run", run)
-    with pytest.raises(TakenOver):
-        launch.launch_run(config)
-    assert not folder.failure.exists()
 
 
 async def test_a_orchestrator_stops_at_its_next_sign_of_life_also_where_no_step_ends(tmp_path):

@@ -3,6 +3,7 @@
 import resource
 import subprocess
 import sys
+from contextlib import contextmanager
 
 import pytest
 
@@ -27,17 +28,23 @@ def test_a_line_is_on_the_disk_when_it_is_appended(tmp_path, monkeypatch):
     assert noted == ["sync lines.jsonl"]
 
 
+@contextmanager
+def full_after(size):
+    """As a disk that gets full: files grow up to this size in bytes, and the body fails."""
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+    try:
+        with pytest.raises(OSError, match="too large"):
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+
 def test_a_line_that_does_not_fit_on_the_disk_leaves_the_file_as_it_was(tmp_path):
     path = tmp_path / "lines.jsonl"
     append_line(path, {"step": 0})
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    # as a full disk: a part of the line is written, then no more
-    resource.setrlimit(resource.RLIMIT_FSIZE, (100, limits[1]))
-    try:
-        with pytest.raises(OSError, match="too large"):
-            append_line(path, {"step": 1, "text": "x" * 500})
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_after(100):
+        append_line(path, {"step": 1, "text": "x" * 500})
     assert path.read_text() == '{"step": 0}\n'
     append_line(path, {"step": 2})
     assert list(read_lines(path)) == [{"step": 0}, {"step": 2}]
@@ -48,13 +55,8 @@ def test_a_trace_whose_disk_was_full_for_a_while_can_be_read_to_its_end(tmp_path
     trace.add_span("first", 0.0, 1.0)
     trace.flush()
     trace.add_span("x" * 500, 1.0, 2.0)
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (200, limits[1]))
-    try:
-        with pytest.raises(OSError, match="too large"):
-            trace.flush()
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    with full_after(200):
+        trace.flush()
     trace.add_span("last", 2.0, 3.0)
     trace.flush()
     assert [span["name"] for span in read_spans(tmp_path)] == ["first", "x" * 500, "last"]

@@ -27,6 +27,9 @@ def test_a_run_is_served_with_its_policy_its_recipe_and_its_name(run):
         config, name = served_config(str(place), "", ["rollout.max_new_tokens=9"])
         assert (config.model.path, name) == (str(run / "policy"), "mine")
         assert (config.rollout.max_context, config.rollout.max_new_tokens) == (96, 9)
+        folder, found = model_folder(str(place))
+        assert (folder, found.path) == (run / "policy", run)
+    assert served_config(str(run), "", ["rollout.max_context=8"])[0].rollout.max_context == 8
     assert served_config(str(run), "infra/recipes/quickstart.toml", [])[0].rollout.max_context == 128
 
 
@@ -42,20 +45,7 @@ def test_a_model_gets_the_context_that_it_was_made_for_up_to_a_limit(tmp_path, p
     config, name = served_config(str(folder), "", [])
     assert (config.model.path, name, config.rollout.max_context) == (str(folder), "llama", context)
     assert served_config(str(folder), "", ["rollout.max_context=32"])[0].rollout.max_context == 32
-
-
-def test_a_runs_policy_may_have_less_context_than_the_run(run):
-    save(run / "policy")
-    assert served_config(str(run), "", ["rollout.max_context=8"])[0].rollout.max_context == 8
-
-
-def test_the_folder_of_a_model_and_the_run_that_it_is_of(run, tmp_path):
-    save(run / "policy")
-    for place in (run, run / "policy"):
-        folder, found = model_folder(str(place))
-        assert (folder, found.path) == (run / "policy", run)
-    save(tmp_path / "other")
-    assert model_folder(str(tmp_path / "other")) == (tmp_path / "other", None)
+    assert model_folder(str(folder)) == (folder, None)
 
 
 def test_a_folder_without_a_model_and_a_missing_one_are_told_apart(tmp_path):

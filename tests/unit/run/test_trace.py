@@ -1,5 +1,7 @@
 """How much of a run's trace and samples is kept."""
 
+from dataclasses import replace
+
 import pytest
 
 from engine.config import Config
@@ -7,7 +9,8 @@ from engine.evaluation.tables import old_tables
 from engine.run.files import append_line, read_lines
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace, cut_spans, read_spans
-from engine.types import Group, Prompt, Response, Score
+from engine.types import Group, Prompt, Score
+from support.policies import response
 
 
 def write(folder, steps, keep):
@@ -78,16 +81,7 @@ def test_the_samples_of_a_conversation_have_its_turns(tmp_path):
     folder.create(Config(), resume=False)
     ids = tuple(b"2+2=<4>So 4")
     mask = (True,) * 4 + (False,) * 3 + (True,) * 4
-    sampled = Response(
-        token_ids=ids,
-        logprobs=(0.0,) * len(ids),
-        versions=((0, 0), (9, 1)),
-        loss_mask=mask,
-        finish_reason="stop",
-        text="",
-        seed=None,
-        instance="a",
-    )
+    sampled = replace(response(ids, mask=mask), versions=((0, 0), (9, 1)))
     group = Group(step=0, index=0, prompt=Prompt("p", "", "4", ()), responses=(sampled,), scores=(Score(1.0),))
     folder.add_samples(step=0, groups=[group], decode=lambda part: bytes(part).decode())
     (sample,) = read_lines(folder.samples_of(0))
@@ -102,16 +96,8 @@ def test_the_samples_have_advantages_and_tokens(tmp_path, monkeypatch):
     monkeypatch.setattr("engine.run.folder.SAMPLED_TOKENS", 4)
     folder = RunFolder(tmp_path)
     folder.create(Config(), resume=False)
-    sampled = Response(
-        token_ids=(50, 51, 52, 53, 54),
-        logprobs=(-0.5, 0.0, -1.23456, -2.0, -3.0),
-        versions=((0, 2), (3, 3)),
-        loss_mask=(True, False, False, True, True),
-        finish_reason="stop",
-        text="23456",
-        seed=None,
-        instance="a",
-    )
+    plain = response(range(50, 55), [-0.5, 0.0, -1.23456, -2.0, -3.0], (True, False, False, True, True))
+    sampled = replace(plain, versions=((0, 2), (3, 3)))
     group = Group(
         step=3, index=5, prompt=Prompt("p", "", "4", ()), responses=(sampled, sampled), scores=(Score(1.0),) * 2
     )

@@ -2,6 +2,7 @@
 what the docs show, and mistakes named."""
 
 import re
+from dataclasses import replace
 from textwrap import dedent
 
 import pytest
@@ -15,8 +16,9 @@ from engine.config import BATCH_SCOPE, BATCH_SCOPE_LOSSES
 from engine.config.recipe import load_config
 from engine.errors import BadInput
 from engine.run.user_algorithms import advantage_of, control_of, find_loss
-from engine.types import Prompt, Response
+from engine.types import Prompt
 from engine.verifier.reward_function import load_reward
+from support.policies import response
 from support.runs import ROOT
 
 
@@ -72,19 +74,7 @@ def test_the_documented_gradient_control(tmp_path):
 def test_the_documented_verifier(tmp_path):
     reward = load_reward(f"{written(tmp_path, shown('reward', 'README.md'))}:reward")
     prompt = Prompt("p", "1+1=", "2", (1,))
-    responses = [
-        Response(
-            token_ids=(1,) * count,
-            logprobs=(),
-            versions=(),
-            loss_mask=(),
-            finish_reason="stop",
-            text=text,
-            seed=0,
-            instance="",
-        )
-        for count, text in ((10, "so 2"), (20, "3"))
-    ]
+    responses = [replace(response([1] * count), text=text) for count, text in ((10, "so 2"), (20, "3"))]
     assert reward.call(prompt, responses) == pytest.approx([0.99, -0.02])
 
 
@@ -163,36 +153,27 @@ def test_an_unknown_name_says_what_there_is():
         load_config(None, ["algorithm.loss=nope"])
 
 
-def test_the_config_knows_every_name():
-    for name in ADVANTAGES:
-        needs = ["train.mode=sync"] if name in BATCH_SCOPE else []
-        assert load_config(None, [f"algorithm.advantage={name}", *needs]).algorithm.advantage == name
+NAMES = [
+    *(("advantage", name, name in BATCH_SCOPE, []) for name in ADVANTAGES),
+    *(("loss", name, name in BATCH_SCOPE_LOSSES, ["algorithm.old_policy=rollout"]) for name in LOSSES),
+]
+"""Key, name, whether it takes statistics over the whole batch, and what it needs then."""
 
 
-@pytest.mark.parametrize("name", BATCH_SCOPE)
-def test_advantages_of_batch_scope_are_refused_in_periodic_alone(name):
+@pytest.mark.parametrize(("key", "name", "batch", "needs"), NAMES)
+def test_the_config_knows_every_name_and_refuses_batch_scope_in_periodic_alone(key, name, batch, needs):
     """In the modes that keep batches in flight a batch is there when its step begins: verl's one-step-off recipe lists
-    both among its estimators."""
-    with pytest.raises(BadInput, match=f'{name}" takes its statistics over the whole batch.*not "periodic"'):
-        load_config(None, [f"algorithm.advantage={name}", "train.mode=periodic"])
-    for mode in ("sync", "one_step_off", "bounded"):
-        assert load_config(None, [f"algorithm.advantage={name}", f"train.mode={mode}"]).algorithm.advantage == name
+    both advantages of batch scope among its estimators."""
+    given = [f"algorithm.{key}={name}", *(needs if batch else [])]
+    for mode in ("sync", "one_step_off", "bounded") if batch else ("periodic",):
+        assert getattr(load_config(None, [*given, f"train.mode={mode}"]).algorithm, key) == name
+    if batch:
+        with pytest.raises(BadInput, match=f'{name}" takes its statistics over the whole batch.*not "periodic"'):
+            load_config(None, [*given, "train.mode=periodic"])
 
 
-def test_the_config_knows_every_loss():
+def test_the_losses_of_batch_scope_are_those_of_the_config():
     assert {name for name, loss in LOSSES.items() if loss.scope == "batch"} == set(BATCH_SCOPE_LOSSES)
-    for name in LOSSES:
-        needs = ["train.mode=sync", "algorithm.old_policy=rollout"] if name in BATCH_SCOPE_LOSSES else []
-        assert load_config(None, [f"algorithm.loss={name}", *needs]).algorithm.loss == name
-
-
-@pytest.mark.parametrize("name", BATCH_SCOPE_LOSSES)
-def test_losses_of_batch_scope_are_refused_in_periodic_alone(name):
-    with pytest.raises(BadInput, match=f'{name}" takes its statistics over the whole batch.*not "periodic"'):
-        load_config(None, [f"algorithm.loss={name}", "train.mode=periodic"])
-    for mode in ("sync", "one_step_off", "bounded"):
-        given = [f"algorithm.loss={name}", f"train.mode={mode}", "algorithm.old_policy=rollout"]
-        assert load_config(None, given).algorithm.loss == name
 
 
 @pytest.mark.parametrize("setting", ["bapo.low=[0.9, 0.6]", "bapo.high=[0.8, 2.0]", "bapo.high=[3.0, 1.2]"])

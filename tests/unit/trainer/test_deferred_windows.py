@@ -3,17 +3,16 @@
 import random
 import time
 from dataclasses import replace
-from types import SimpleNamespace
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from engine.algorithm.batch_statistics import BatchLossSettings, BatchTokens
 from engine.algorithm.losses import LOSSES
 from engine.errors import BadInput
 from engine.run.trace import Trace, read_spans
-from engine.trainer.deferred_windows import DeferredWindows, Scored, check_scope
+from engine.trainer.deferred_windows import check_scope
+from support import tiny_models
 from support.policies import a_group, a_policy, gradients
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -26,19 +25,10 @@ SHARE = 0.6
 @pytest.fixture(scope="module")
 def reference(tiny_model):
     """(group) → log π of its responses' tokens, by transformers, each response alone."""
-    model = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float32)
-
-    def logprobs(group):
-        found = []
-        prompt = list(group.prompt.token_ids)
-        for member in group.responses:
-            ids = torch.tensor(prompt + list(member.token_ids))
-            with torch.no_grad():
-                logs = torch.log_softmax(model(ids[None]).logits[0, len(prompt) - 1 : -1], -1)
-            found.append(logs.gather(-1, ids[len(prompt) :, None])[:, 0])
-        return found
-
-    return logprobs
+    model = tiny_models.reference(tiny_model)
+    return lambda group: [
+        tiny_models.reference_logprobs(model, group.prompt.token_ids, member.token_ids) for member in group.responses
+    ]
 
 
 @pytest.fixture
@@ -158,21 +148,3 @@ def test_each_window_that_was_held_is_traced_and_a_sign_of_life_as_it_is_trained
     assert [span["computed_tokens"] > 0 for span in spans[:6]] == [False] * 3 + [True] * 3
     assert len(beats) == 3
     assert all(span["end"] <= beat for span, beat in zip(spans[3:6], beats, strict=True))
-
-
-def window_of(*log_ratios):
-    """A window of one micro-batch, all of whose tokens have the advantage 1, and its log-ratios."""
-    ones = torch.ones(len(log_ratios))
-    return [Scored(SimpleNamespace(weights=ones, advantages=ones), None, None)], [torch.tensor(log_ratios)]
-
-
-def test_the_statistics_of_an_update_are_of_its_own_tokens():
-    """And not of those of the updates before it in the step."""
-    alone = SimpleNamespace(judges=True, gather=lambda tokens: [tokens])
-    windows = [window_of(0.1, 0.1, 0.1), window_of(0.1, 0.2, 0.3)]
-    found = DeferredWindows(LOSSES["m2po"], BatchLossSettings(), alone)
-    for window, logs in windows:
-        found.add_log_ratios(window, logs)
-        fresh = DeferredWindows(LOSSES["m2po"], BatchLossSettings(), alone)
-        fresh.add_log_ratios(window, logs)
-        assert found.statistics() == fresh.statistics()

@@ -81,21 +81,12 @@ def test_excluded_responses_are_counted_and_no_part_of_the_rewards_mean():
     assert StepMetrics.merged(ranks[1:], [4])["reward_mean"] == 0.0
 
 
-def test_nan_gaps_are_not_hidden_by_later_ones():
+def test_nan_is_not_hidden_by_later_values():
     metrics = StepMetrics()
-    metrics.worst_gap(0.1)
-    metrics.worst_gap(math.nan)
-    assert math.isnan(metrics.max_ratio_gap)
-    metrics.worst_gap(0.2)
-    assert math.isnan(metrics.max_ratio_gap)
-
-
-def test_nan_ratios_are_not_hidden_by_later_ones():
-    metrics = StepMetrics()
-    metrics.worst_ratio(1.5)
-    metrics.worst_ratio(math.nan)
-    metrics.worst_ratio(2.0)
-    assert math.isnan(metrics.old_ratio_max)
+    for value in (0.1, math.nan, 0.2):
+        metrics.worst_gap(value)
+        metrics.worst_ratio(value)
+        assert math.isnan(metrics.max_ratio_gap) == math.isnan(metrics.old_ratio_max) == (value != 0.1)
 
 
 def test_a_response_with_tokens_of_two_versions_counts_as_continued():

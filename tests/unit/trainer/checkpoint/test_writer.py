@@ -135,28 +135,6 @@ def test_the_last_and_those_with_the_best_evaluations_are_kept_whatever_their_re
     assert files.read_marker(checkpoints._root / "step-000006")["figures"] == {}
 
 
-def test_half_written_ones_are_ignored_and_named(build, capsys):
-    policy, checkpoints = build(checkpoint__keep_last=9)
-    for step in (1, 2, 3, 4):
-        train(policy, step)
-        save(checkpoints, step)
-    root = checkpoints._root
-    (root / "step-000002/state.json").unlink()
-    data = root / "step-000003/__0_0.distcp"
-    size = data.stat().st_size
-    data.write_bytes(data.read_bytes()[:-1])
-    (root / "step-000004" / files.MARKER).unlink()
-    (root / ".step-000005.partial").mkdir()
-    other, again = build()
-    assert again.resume() == 1
-    assert [line for line in capsys.readouterr().out.splitlines() if line.startswith("checkpoint")] == [
-        "checkpoint step-000002 is incomplete (state.json is missing), ignored",
-        f"checkpoint step-000003 is incomplete (__0_0.distcp has {size - 1} bytes, _SUCCESS.json says {size}), ignored",
-        "checkpoint step-000004 is incomplete (no _SUCCESS.json), ignored",
-        "checkpoint step-000005 is incomplete (no _SUCCESS.json), ignored",
-    ]
-
-
 def test_a_lost_run_folder_resumes_from_where_it_was_published(build, tmp_path, capsys):
     place = tmp_path / "published"
     kept = {"checkpoint__path": str(place), "checkpoint__keep_last": 2}
@@ -195,11 +173,3 @@ def test_another_run_of_the_name_neither_takes_nor_loses_checkpoints_in_the_shar
     ):
         save(build(root=tmp_path / "first/checkpoints", **kept | {"checkpoint__keep_last": 3})[1], 10)
     assert json.loads((place / "run/step-000010" / files.MARKER).read_text())["run"] == numbers["second"]
-
-
-def test_a_tampered_index_is_not_read(build):
-    policy, checkpoints = build()
-    index = save(checkpoints, 1) / files.INDEX
-    index.write_bytes(b"." * index.stat().st_size)
-    with pytest.raises(MetronomeError, match=r"\.metadata does not match _SUCCESS.json"):
-        build()[1].resume()

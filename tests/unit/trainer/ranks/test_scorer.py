@@ -6,7 +6,6 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
 
 from engine import platform
 from engine.errors import MetronomeError, ServiceConflict
@@ -14,6 +13,7 @@ from engine.run.trace import Trace, read_spans
 from engine.trainer.ranks.rank_group import RankGroup
 from engine.wire.columns import REFERENCE, open_values, pack_group
 from engine.wire.messages import EndOfRun, Lease, StillWaiting, Taken, Window, WriteColumns
+from support import tiny_models
 from support.policies import a_group, a_policy
 from support.runs import config_of
 
@@ -66,18 +66,6 @@ def window(lease, *groups):
     return Window(step=0, rows=tuple(pack_group(group).only(["prompt", "responses"]) for group in groups), lease=lease)
 
 
-def hf_logprobs(folder, group, temperature):
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-    prompt = list(group.prompt.token_ids)
-    found = [torch.zeros(0)]
-    for one in group.responses:
-        ids = torch.tensor(prompt + list(one.token_ids))
-        with torch.no_grad():
-            logs = torch.log_softmax(model(ids[None]).logits[0, len(prompt) - 1 : -1] / temperature, -1)
-        found.append(logs.gather(-1, ids[len(prompt) :, None])[:, 0])
-    return torch.cat(found).numpy()
-
-
 @pytest.mark.parametrize("budget", [4096, 60, 20])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 def test_scores_are_hugging_faces_laid_end_to_end(made, tiny_model, budget, temperature):
@@ -86,9 +74,14 @@ def test_scores_are_hugging_faces_laid_end_to_end(made, tiny_model, budget, temp
     groups = [a_group(seed=1), a_group((4, 0, 16, 1), index=3, seed=2), a_group((0, 0), index=1, seed=3)]
     found = scorer.score(groups)
     assert found.keys() == {0, 3, 1}
+    model = tiny_models.reference(tiny_model)
     for group in groups:
+        parts = [
+            tiny_models.reference_logprobs(model, group.prompt.token_ids, one.token_ids, temperature)
+            for one in group.responses
+        ]
         assert found[group.index].dtype == np.float32
-        assert found[group.index] == pytest.approx(hf_logprobs(tiny_model, group, temperature), abs=1e-5)
+        assert found[group.index] == pytest.approx(torch.cat(parts).numpy(), abs=1e-5)
 
 
 @pytest.mark.parametrize("budget", [4096, 60, 20])
