@@ -18,6 +18,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qw
 from engine import platform
 from engine.config import Config
 from engine.config.recipe import HOME, load_config
+from engine.platform.base import Accelerator
 from engine.run.folder import dump_config
 
 if TYPE_CHECKING:
@@ -27,6 +28,14 @@ CACHE = HOME / "runs"
 """Folder for models and environments that benchmarks make once. git ignores it."""
 QUICKSTART_MODEL = HOME / "data/quickstart_model"
 """The quickstart's base model, which comes with Metronome."""
+
+
+def reset_peak(machine: platform.Platform) -> None:
+    """Restart the count of `machine.peak_bytes`. On a CPU only Linux can (proc(5))."""
+    if isinstance(machine, Accelerator):
+        machine.api().reset_peak_memory_stats()
+    elif (file := Path("/proc/self/clear_refs")).exists():
+        file.write_text("5")
 
 
 def byte_tokenizer(context: int) -> PreTrainedTokenizerBase:

@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # so that it runs 
 from engine import platform
 from engine.errors import BadInput
 from engine.model.flops import micro_step, peak_of
+from engine.platform.base import Accelerator
 from engine.tools.acceptance.comparisons import TINY, build, chosen, comparisons, random_groups
 from engine.tools.acceptance.device_parts import exact_matmuls
 
@@ -116,7 +117,8 @@ def speed(
         shape=shape, attention=machine.attention, device=device, dtype=torch.bfloat16, recompute=arguments.recompute
     )
     groups = random_groups(arguments.prompt, [arguments.response] * arguments.group, shape.vocabulary)
-    machine.reset_peak()
+    if isinstance(machine, Accelerator):
+        machine.api().reset_peak_memory_stats()
     seconds = timed(lambda: (-chosen(model, groups, shared).mean()).backward(), machine, arguments.repeats)
     trained = arguments.group * (arguments.prompt + arguments.response)
     needed = micro_step(

@@ -24,7 +24,7 @@ from typing import Any
 
 import psutil
 import torch
-from common import alternating, result
+from common import alternating, reset_peak, result
 
 from engine import platform
 from engine.config.recipe import HOME
@@ -104,7 +104,7 @@ def peak(name: str, point: str) -> int:
     step(KINDS[name], "8,8,2")()
     run = step(KINDS[name], point)
     before = psutil.Process().memory_info().rss
-    platform.get_platform("cpu").reset_peak()
+    reset_peak(platform.get_platform("cpu"))
     run()
     return platform.get_platform("cpu").peak_bytes() - before
 

@@ -27,7 +27,7 @@ from typing import Any
 
 import psutil
 import torch
-from common import alternating, build_policy, one_rank, random_qwen3, result
+from common import alternating, build_policy, one_rank, random_qwen3, reset_peak, result
 
 from engine import platform
 from engine.model.flops import micro_step
@@ -135,7 +135,7 @@ def peak(model: Path, shared: bool, point: tuple[int, ...]) -> int:
         policy.start_step()
         policy.accumulate([random_group(8, [8] * 2, VOCABULARY)])
         before = psutil.Process().memory_info().rss
-        platform.get_platform("cpu").reset_peak()
+        reset_peak(platform.get_platform("cpu"))
         policy.accumulate([random_group(prompt, [response] * size, VOCABULARY)])
         return platform.get_platform("cpu").peak_bytes() - before
 

@@ -71,8 +71,7 @@ class Platform(ABC):
 
     @abstractmethod
     def peak_bytes(self) -> int:
-        """Return the most bytes held since the start or the last `reset_peak`: device memory, or on a CPU the process's
-        memory."""
+        """Return the most bytes held since the start: device memory, or on a CPU the process's memory."""
 
     @abstractmethod
     def held_bytes(self) -> int:
@@ -86,10 +85,6 @@ class Platform(ABC):
     def profiler(self, folder: Path, name: str) -> Any:  # noqa: ANN401
         """Return a profiler, not yet started, of this process and its device. `start()` begins recording; `stop()`
         writes the trace `name` into `folder`."""
-
-    @abstractmethod
-    def reset_peak(self) -> None:
-        """Restart the count of `peak_bytes`."""
 
     def rng_state(self) -> dict[str, Tensor]:
         """Return the states of the random generators by name, each as a uint8 tensor on the host: "python", "cpu"
@@ -191,10 +186,6 @@ class Accelerator(Platform):
     def memory_summary(self) -> str:
         """Return torch's table of its allocator."""
         return str(self.api().memory_summary())
-
-    def reset_peak(self) -> None:
-        """Restart the count of `peak_bytes`."""
-        self.api().reset_peak_memory_stats()
 
     def rng_state(self) -> dict[str, Tensor]:
         """Return the streams that every platform has, and the device's as "device"."""

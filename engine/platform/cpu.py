@@ -14,8 +14,6 @@ from engine.platform import host_view
 from engine.platform.base import Platform, torch_profiler
 
 STATUS = Path("/proc/self/status")
-RESET_PEAK = "5"
-"""Writing this to /proc/self/clear_refs makes Linux restart its peak count (proc(5))."""
 
 
 class Cpu(Platform):
@@ -68,12 +66,6 @@ class Cpu(Platform):
     def profiler(self, folder: Path, name: str) -> profile:
         """Return torch's profiler of the host."""
         return torch_profiler(folder, name, [ProfilerActivity.CPU])
-
-    def reset_peak(self) -> None:
-        """Restart the count of `peak_bytes`. Only Linux can; on other systems it keeps counting from the process's
-        start."""
-        if STATUS.exists():
-            STATUS.with_name("clear_refs").write_text(RESET_PEAK)
 
 
 def _status_bytes(name: str) -> int:

@@ -63,9 +63,7 @@ def upload_checkpoint(
     if marker is None:
         raise CheckpointError(f"checkpoint {checkpoint} is not complete: it has no {MARKER}")
     files = {name: checkpoint / name for name in marker["files"]} | dict(beside or {})
-    with _named(f"publishing the checkpoint to {place}"):
-        store, root = _open(place)
-        store.invalidate_cache()  # a cached listing may lack the marker that must be removed first
+    with _opened(place, f"publishing the checkpoint to {place}") as (store, root):
         there = _marker(store, root)
         if there is not None and not there["run"] == marker["run"]:
             raise CheckpointError(
@@ -123,9 +121,7 @@ def survey_place(place: str, run: str | None = None) -> Survey:
     """List the checkpoints in a place. `run`: number of the only run whose checkpoints are listed; None: all runs. A
     checkpoint without a marker is listed in either case."""
     found = Survey({}, {}, {})
-    with _named(f"looking for checkpoints in {place}"):
-        store, root = _open(place)
-        store.invalidate_cache()
+    with _opened(place, f"looking for checkpoints in {place}") as (store, root):
         listed = _sizes(store, root)
         for folder in sorted({name.partition("/")[0] for name in listed if name.startswith("step-") and "/" in name}):
             marker = _marker(store, f"{root}/{folder}")
@@ -155,8 +151,7 @@ def download_checkpoint(place: str, name: str, marker: Marker, root: Path) -> Pa
         shutil.rmtree(stale, ignore_errors=True)
     partial.mkdir(parents=True)
     got: Marker = {**marker, "files": {file: size for file, size in marker["files"].items() if _is_name(file)}}
-    with _named(f"fetching the checkpoint {place}/{name}"):
-        store, where = _open(place)
+    with _opened(place, f"fetching the checkpoint {place}/{name}") as (store, where):
         for file in got["files"]:
             store.get_file(f"{where}/{name}/{file}", str(partial / file))
     if wrong := find_fault(got, {file: (partial / file).stat().st_size for file in got["files"]}):
@@ -172,16 +167,14 @@ def download_checkpoint(place: str, name: str, marker: Marker, root: Path) -> Pa
 
 def read_published(place: str, name: str, file: str) -> bytes:
     """The content of a file of a published checkpoint. Raises CheckpointError."""
-    with _named(f"reading the checkpoint {place}/{name}"):
-        store, root = _open(place)
+    with _opened(place, f"reading the checkpoint {place}/{name}") as (store, root):
         return bytes(store.cat_file(f"{root}/{name}/{file}"))
 
 
 def set_published_aside(place: str, name: str) -> str:
     """Rename a damaged checkpoint in a place, so that no reader mistakes it for a valid one. Return its new name.
     Raises CheckpointError."""
-    with _named(f"setting the damaged checkpoint {place}/{name} aside"):
-        store, root = _open(place)
+    with _opened(place, f"setting the damaged checkpoint {place}/{name} aside") as (store, root):
         aside = f"{DAMAGED}{name}"
         files = sorted(_sizes(store, f"{root}/{name}"), key=lambda file: file != MARKER)  # the marker goes first
         for file in files:
@@ -193,9 +186,7 @@ def set_published_aside(place: str, name: str) -> str:
 
 def damaged_checkpoints(place: str) -> list[str]:
     """Names of the checkpoints in a place that were set aside."""
-    with _named(f"looking for checkpoints in {place}"):
-        store, root = _open(place)
-        store.invalidate_cache()
+    with _opened(place, f"looking for checkpoints in {place}") as (store, root):
         tops = {name.partition("/")[0] for name in _sizes(store, root)}
     return sorted(name for name in tops if name.startswith(DAMAGED))
 
@@ -210,31 +201,26 @@ def prune_published(place: str, last: int, best: int, scores: Scores, run: str =
     markers, _, interrupted = survey_place(place, run)
     newest = max(markers, key=lambda name: markers[name]["step"], default="")
     half = {name for name in interrupted if name < newest}
-    with _named(f"deleting old checkpoints in {place}"):
-        store, root = _open(place)
+    with _opened(place, f"deleting old checkpoints in {place}") as (store, root):
         for name in sorted(set(markers) - checkpoints_to_keep(markers, last, best, scores) | half):
             if store.exists(f"{root}/{name}/{MARKER}"):
                 store.rm_file(f"{root}/{name}/{MARKER}")
             store.rm(f"{root}/{name}", recursive=True)
     if "s3" in store.protocol:
-        with _named(f"aborting unfinished uploads in {place}"):
+        with _opened(place, f"aborting unfinished uploads in {place}"):
             _abort_uploads(store, root, newest)
 
 
 def published_size(place: str, run: str) -> int:
     """Bytes of a run's checkpoints in a place, with those that were set aside. Raises CheckpointError."""
-    with _named(f"looking for checkpoints in {place}"):
-        store, root = _open(place)
-        store.invalidate_cache()
+    with _opened(place, f"looking for checkpoints in {place}") as (store, root):
         return sum(sum(_sizes(store, f"{root}/{name}").values()) for name in _own(store, root, run))
 
 
 def delete_published(place: str, run: str) -> None:
     """Delete all checkpoints of a run in a place, with those that were set aside, each marker last: a repeated call
     finds what an interrupted one has left. Raises CheckpointError."""
-    with _named(f"deleting the checkpoints in {place}"):
-        store, root = _open(place)
-        store.invalidate_cache()
+    with _opened(place, f"deleting the checkpoints in {place}") as (store, root):
         for name in _own(store, root, run):
             files = sorted(_sizes(store, f"{root}/{name}"), key=lambda file: file == MARKER)
             for file in files:
@@ -265,13 +251,6 @@ def _sizes(store: Any, root: str) -> dict[str, int]:  # noqa: ANN401
     return {name.removeprefix(f"{root}/"): int(entry["size"]) for name, entry in store.find(root, detail=True).items()}
 
 
-def _open(place: str) -> tuple[Any, str]:
-    store, root = fsspec.core.url_to_fs(place)
-    if isinstance(store, LocalFileSystem):
-        store.auto_mkdir = True
-    return store, str(root)
-
-
 def _marker(store: Any, folder: str) -> Marker | None:  # noqa: ANN401
     return parse_marker(store.cat_file(f"{folder}/{MARKER}")) if store.exists(f"{folder}/{MARKER}") else None
 
@@ -292,11 +271,17 @@ def _is_name(name: str) -> bool:
 
 
 @contextmanager
-def _named(what: str) -> Iterator[None]:
+def _opened(place: str, doing: str) -> Iterator[tuple[Any, str]]:
+    """The file system of a place, and the place's path there. It lists files anew, because any may be new. Raises
+    CheckpointError, which begins with `doing`, for an error of the file system in the body."""
     try:
-        yield
+        store, root = fsspec.core.url_to_fs(place)
+        if isinstance(store, LocalFileSystem):
+            store.auto_mkdir = True
+        store.invalidate_cache()
+        yield store, str(root)
     except (OSError, botocore.exceptions.BotoCoreError) as error:
-        raise CheckpointError(f"{what} (checkpoint.path) failed: {error}") from error
+        raise CheckpointError(f"{doing} (checkpoint.path) failed: {error}") from error
 
 
 def newest_whole(root: Path, place: str, run: str, say: Callable[[str], None]) -> Path | None:

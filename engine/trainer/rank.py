@@ -21,7 +21,7 @@ from engine.client.connection import Connection
 from engine.config import Config
 from engine.config.keys import flatten_keys
 from engine.config.recipe import load_config
-from engine.errors import BadInput, DeviceMemoryError
+from engine.errors import DeviceMemoryError
 from engine.model.shape import read_shape
 from engine.platform import Platform
 from engine.run.memory import LOWERED_BY, Term, trainer_need
@@ -203,8 +203,6 @@ def _train_watched(config: Config, arguments: argparse.Namespace, plane: Connect
         fence=fence,
     )
     start = (checkpoints.resume() if arguments.resume else None) or 0
-    if start > config.train.steps:
-        raise BadInput(f"--resume: the run has trained {start} steps already, train.steps is {config.train.steps}")
     rollouts = _rollouts(config=config, arguments=arguments, plane=plane, ranks=ranks, policy=policy)
     rollouts.prompt_position = checkpoints.prompt_position
     rollouts.prompts = checkpoints.prompts

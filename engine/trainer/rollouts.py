@@ -108,7 +108,42 @@ class Rollouts(Protocol):
         error."""
 
 
-class LiveRollouts:
+class _PlaneRollouts:
+    """What both kinds of rollouts tell the orchestrator."""
+
+    prompt_position: int | None = None
+    prompts: str | None = None
+    """Fingerprint of the run's prompts. Before `begin` it is the checkpoint's, or None."""
+    notices: tuple[str, ...] = ()
+    """What the run's user should see of the checkpoint."""
+
+    def __init__(self, control: Connection, ranks: Ranks) -> None:
+        self._control = control
+        self._ranks = ranks
+
+    def _tell_ready(self, start: int, prompt_position: int | None, prompts: str | None) -> str | None:
+        """Tell the orchestrator that the trainer is ready. Return the fingerprint of its prompts."""
+        ready = messages.Ready(
+            start=start,
+            prompt_position=prompt_position,
+            prompts=prompts,
+            replica_groups=self._ranks.replica_groups,
+            notices=self.notices,
+        )
+        return self._ranks.from_first(lambda: self._control.ask(ready)).fingerprint
+
+    def heartbeat(self) -> None:
+        """Send a sign of life from the replica group's leader."""
+        beat = messages.Heartbeat(replica_group=self._ranks.replica_group)
+        self._ranks.from_leader(lambda: self._control.ask(beat))
+
+    def failed(self, error: MetronomeError) -> None:
+        """Report the error from the replica group's leader."""
+        if self._ranks.leader:
+            self._control.tell_failure(error)
+
+
+class LiveRollouts(_PlaneRollouts):
     """The running instances, reached through the plane."""
 
     def __init__(
@@ -122,45 +157,30 @@ class LiveRollouts:
     ) -> None:
         """`prefetch`: whether a thread leases and prepares the next window while one is trained. `share_cores` is
         called with whether the instances are idle, before each window and each publish."""
-        self._control = control
-        self._ranks = ranks
+        super().__init__(control, ranks)
         self._publisher = publisher
         self._config = config
         self._ahead = prefetch
         self._share_cores = share_cores
         self._model: PublishedModel | None = None
         """The model of the last publish. The policy does not change while it waits for rows."""
-        self.prompt_position: int | None = None
-        self.prompts: str | None = None
-        """Fingerprint of the run's prompts. Before `begin` it is the checkpoint's, or None."""
-        self.notices: tuple[str, ...] = ()
-        """What the run's user should see of the checkpoint."""
 
     @classmethod
     def of(cls, service: ServiceClient, ranks: Ranks | None = None) -> LiveRollouts:
         """Return the rollouts of an external program with these ranks; None means one rank."""
         alone = ranks or OneRank()
-        publisher = service.publisher(alone)
-        prefetch = service.config.train.prefetch == "on"
         return cls(
             control=service.connection,
             ranks=alone,
-            publisher=publisher,
+            publisher=service.publisher(alone),
             config=service.config,
-            prefetch=prefetch,
+            prefetch=service.config.train.prefetch == "on",
         )
 
     def begin(self, start: int) -> None:
         """Tell the orchestrator that the trainer is ready. The orchestrator compares the prompts with the
         checkpoint's."""
-        ready = messages.Ready(
-            start=start,
-            prompt_position=self.prompt_position,
-            prompts=self.prompts,
-            replica_groups=self._ranks.replica_groups,
-            notices=self.notices,
-        )
-        self.prompts = self._ranks.from_first(lambda: self._control.ask(ready)).fingerprint or self.prompts
+        self.prompts = self._tell_ready(start, self.prompt_position, self.prompts) or self.prompts
 
     def publish(self, model: PublishedModel, version: int) -> float:
         """Wait until publishing is allowed, then give every instance the version. Return the seconds that both took."""
@@ -269,38 +289,19 @@ class LiveRollouts:
         weights = self._config.reward_weights
         return [open_group(row, given.batch, reward_weights=weights) for row in given.rows]
 
-    def heartbeat(self) -> None:
-        """Send a sign of life from the replica group's leader."""
-        _send_heartbeat(self._control, self._ranks)
 
-    def failed(self, error: MetronomeError) -> None:
-        """Report the error from the replica group's leader."""
-        _report_failure(error, self._control, self._ranks)
-
-
-class ReplayedRollouts:
+class ReplayedRollouts(_PlaneRollouts):
     """A record instead of instances: nothing is published or started."""
 
-    prompt_position: int | None = None
-    prompts: str | None = None
-    notices: tuple[str, ...] = ()
     sent_bytes = 0
 
     def __init__(self, path: Path, control: Connection, ranks: Ranks, config: Config) -> None:
+        super().__init__(control, ranks)
         self._replay = Replay(path, ranks.replica_group, config.train.prompts_per_step, config.reward_weights)
-        self._control = control
-        self._ranks = ranks
 
     def begin(self, start: int) -> None:
         """Tell the orchestrator that the trainer is ready."""
-        ready = messages.Ready(
-            start=start,
-            prompt_position=None,
-            prompts=None,
-            replica_groups=self._ranks.replica_groups,
-            notices=self.notices,
-        )
-        self._ranks.from_first(lambda: self._control.ask(ready))
+        self._tell_ready(start, None, None)
 
     def publish(self, model: PublishedModel, version: int) -> float:
         """Return 0: there are no instances."""
@@ -323,20 +324,3 @@ class ReplayedRollouts:
 
     def _report_progress(self, step: int, done: bool) -> EndOfStep | StillWaiting:
         return self._control.ask(messages.ReplayProgress(replica_group=self._ranks.replica_group, step=step, done=done))
-
-    def heartbeat(self) -> None:
-        """Send a sign of life from the replica group's leader."""
-        _send_heartbeat(self._control, self._ranks)
-
-    def failed(self, error: MetronomeError) -> None:
-        """Report the error from the replica group's leader."""
-        _report_failure(error, self._control, self._ranks)
-
-
-def _send_heartbeat(control: Connection, ranks: Ranks) -> None:
-    ranks.from_leader(lambda: control.ask(messages.Heartbeat(replica_group=ranks.replica_group)))
-
-
-def _report_failure(error: MetronomeError, control: Connection, ranks: Ranks) -> None:
-    if ranks.leader:
-        control.tell_failure(error)

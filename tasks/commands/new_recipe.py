@@ -18,7 +18,7 @@ from engine.config.schema import SCHEMA
 from engine.data.named_models import is_named_model
 from engine.errors import BadInput
 from engine.run.files import write_atomically
-from engine.run.sizes import total_parameters
+from engine.run.memory import total_parameters
 from engine.tools.dry_run import plan_run
 from engine.tools.dry_run.model_shape import shape_of
 

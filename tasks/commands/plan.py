@@ -17,8 +17,8 @@ from engine.config.recipe import HOME
 from engine.errors import BadInput, counted
 from engine.run.files import write_atomically
 from engine.run.limits import checkpoint_size
+from engine.run.memory import total_parameters
 from engine.run.progress import format_size
-from engine.run.sizes import total_parameters
 from engine.tools.planner import page as pages
 from engine.tools.planner.calibration import measured_step_s, probe_run, probe_settings, read_run
 from engine.tools.planner.costs import DEVICES

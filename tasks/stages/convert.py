@@ -18,8 +18,8 @@ from engine.errors import counted
 from engine.model.shape import content_hash, read_shape
 from engine.run.commands import conversion_command
 from engine.run.folder import RunFolder
+from engine.run.memory import total_parameters
 from engine.run.process import Child
-from engine.run.sizes import total_parameters
 from engine.types import JsonObject
 from tasks.stages.input_checks import with_model_folder
 from tasks.stages.orchestrator_process import run_to_end

@@ -37,7 +37,7 @@ ROLES = {
     "flow": "prefect.engine",
     "orchestrator": "engine.orchestrator.launch",
     "agent": "engine.trainer.ranks.agent",
-    "rank": "engine.trainer.rank",
+    "rank": "engine.trainer.rank --",
     "instance": "engine.instance.embedded",
     "verifier": "engine.verifier.worker",
 }

@@ -60,7 +60,7 @@ def killed(settings, folder):
         wait_for(lambda: len(steps(folder, "killed")) >= 2, "two steps", PATIENCE_S)
         (folder / "gate").touch()  # no reward is given, so no step ends now
         tree = Tree(orchestrator.pid)
-        send(tree.named("engine.trainer.rank"), "SIGKILL")
+        send(tree.named("engine.trainer.rank --"), "SIGKILL")
         assert orchestrator.wait(PATIENCE_S) == 1
         assert tree.left() == []
         (folder / "gate").unlink()

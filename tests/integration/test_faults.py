@@ -167,7 +167,7 @@ def test_a_reward_that_failed_in_the_first_step_is_mended_and_the_run_resumed(se
 
 
 KILLS = {
-    "trainer": ("engine.trainer.rank", "the trainer died"),
+    "trainer": ("engine.trainer.rank --", "the trainer died"),
     "instance": ("engine.instance.embedded", "no rollout instance is left"),
 }
 

@@ -127,7 +127,7 @@ def test_every_process_of_a_run_may_die(deployed, services, start_worker, enviro
     worker = start_worker("cpu", "mortal")
     run = start(api, small | {"run.name": "killed", "train.timeout_s": TIMEOUT_S})
     wait_for_two_steps(folder, api, run)
-    for part in ("engine.trainer.rank", "engine.orchestrator.launch", "prefect.engine"):
+    for part in ("engine.trainer.rank --", "engine.orchestrator.launch", "prefect.engine"):
         killed_in = file_number(folder)
         kill(run, part)
         wait_for_resume(folder, killed_in, api, run)

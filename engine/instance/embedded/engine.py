@@ -20,7 +20,7 @@ from engine.instance.embedded.weight_load import Named, WeightLoad
 from engine.instance.protocol import Sampling
 from engine.instance.refusals import Conflict
 from engine.instance.replies import FinishReason, Result
-from engine.run.sizes import PROMPTS_KEPT, decoded_slots, kept_slots
+from engine.run.memory import PROMPTS_KEPT, decoded_slots, kept_slots
 
 PIECE = 64
 """Number of tokens of a conversation that are computed, and kept, together."""

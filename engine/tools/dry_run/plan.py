@@ -12,9 +12,8 @@ from engine.errors import BadInput, counted
 from engine.model.shape import ModelShape
 from engine.orchestrator.checks import check_layouts, unfit_rollouts
 from engine.run.limits import Limit, machine_limits
-from engine.run.memory import Need, Room, host_bytes, instance_need, trainer_need
+from engine.run.memory import Need, Room, host_bytes, instance_need, total_parameters, trainer_need
 from engine.run.progress import format_size
-from engine.run.sizes import total_parameters
 from engine.tools.dry_run.model_shape import shape_of
 
 

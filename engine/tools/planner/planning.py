@@ -14,8 +14,7 @@ from pathlib import Path
 from engine.config import Config
 from engine.errors import BadInput, counted
 from engine.model.shape import ModelShape
-from engine.run.memory import BYTES, frozen_copies
-from engine.run.sizes import cheap_elements, rank_parameters, total_parameters, whole_layers
+from engine.run.memory import BYTES, cheap_elements, frozen_copies, rank_parameters, total_parameters, whole_layers
 from engine.tools.dry_run.model_shape import shape_of
 from engine.tools.planner.calibration import MeasuredRun, fit_costs, read_run
 from engine.tools.planner.costs import COPY, DEVICES, Costs, Device

@@ -52,13 +52,10 @@ from engine.run import checkpoint_store as store
 from engine.run.checkpoint_files import (
     STATE,
     folder_of,
-    incomplete_checkpoints,
     is_complete,
-    latest_checkpoint,
     partial_of,
     prune_checkpoints,
     publish_checkpoint,
-    step_of,
 )
 from engine.run.checkpoint_store import newest_whole
 from engine.run.files import write_json
@@ -189,9 +186,6 @@ def _json_row(result: WriteResult) -> list[Any]:
 def _from_json_row(row: Sequence[Any]) -> WriteResult:
     name, offset, hint, size, path, start, length = row
     return WriteResult(MetadataIndex(name, offset, hint), size, _StorageInfo(path, start, length))
-
-
-__all__ = ["Checkpoints", "is_complete", "folder_of", "incomplete_checkpoints", "latest_checkpoint", "step_of"]
 
 
 @dataclass(frozen=True)

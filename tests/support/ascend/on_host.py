@@ -37,7 +37,6 @@ class NpuOnHost(Npu):
     device = set_device = lambda self, local_rank: torch.device("cpu")
     held_bytes = Cpu.held_bytes
     peak_bytes = Cpu.peak_bytes
-    reset_peak = Cpu.reset_peak
 
     def adapt_megatron(self):
         """As on an NPU; then the modules of Megatron and MindSpeed find the host where they ask for a device."""

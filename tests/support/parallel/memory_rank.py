@@ -12,8 +12,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parents[3]), str(Path(__file__).res
 
 from engine import platform  # noqa: E402
 from engine.config import recipe  # noqa: E402
-from engine.run.memory import _states  # noqa: E402
-from engine.run.sizes import rank_parameters  # noqa: E402
+from engine.run.memory import _states, rank_parameters  # noqa: E402
 from engine.trainer.policy import Policy  # noqa: E402
 
 

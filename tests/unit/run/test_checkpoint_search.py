@@ -91,7 +91,7 @@ def test_a_damaged_one_of_the_place_is_kept_there_and_the_one_before_is_fetched(
     for step in (2, 4):
         checkpoint = a_checkpoint(tmp_path / "there", step)
         store.upload_checkpoint(checkpoint, f"{place}/{checkpoint.name}")
-    files, root = store._open(place)
+    files, root = fsspec.core.url_to_fs(place)
     path = f"{root}/step-000004/__0_0.distcp"
     data = bytearray(files.cat_file(path))
     data[3] ^= 1
@@ -108,7 +108,7 @@ def test_a_file_of_the_wrong_size_in_the_place_is_damage_too(tmp_path, place, sa
     for step in (2, 4):
         checkpoint = a_checkpoint(tmp_path / "there", step)
         store.upload_checkpoint(checkpoint, f"{place}/{checkpoint.name}")
-    files, root = store._open(place)
+    files, root = fsspec.core.url_to_fs(place)
     path = f"{root}/step-000004/__0_0.distcp"
     if size is None:
         files.rm_file(path)
@@ -124,7 +124,7 @@ def test_a_file_of_the_wrong_size_in_the_place_is_damage_too(tmp_path, place, sa
 def test_a_run_whose_only_checkpoint_in_the_place_is_cut_does_not_begin_again_by_itself(tmp_path, place, said):
     checkpoint = a_checkpoint(tmp_path / "there", 2)
     store.upload_checkpoint(checkpoint, f"{place}/{checkpoint.name}")
-    files, root = store._open(place)
+    files, root = fsspec.core.url_to_fs(place)
     files.pipe_file(f"{root}/step-000002/state.json", b"{")
     with pytest.raises(CheckpointError, match=r"no checkpoint of this run is intact; .*: .*/damaged-step-000002$"):
         newest_whole(tmp_path / "here", place, "", said.append)

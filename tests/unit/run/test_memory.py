@@ -10,8 +10,7 @@ from torch.utils._pytree import tree_leaves
 from engine import platform
 from engine.config.training import Parallel
 from engine.model.shape import Experts, ModelShape
-from engine.run.memory import _states, frozen_copies
-from engine.run.sizes import rank_parameters, stage_elements
+from engine.run.memory import _states, frozen_copies, rank_parameters, stage_elements
 from support.runs import config_of
 
 pytestmark = pytest.mark.usefixtures("megatron")

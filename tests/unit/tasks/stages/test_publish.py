@@ -102,7 +102,7 @@ def test_a_orchestrator_that_was_taken_over_uploads_nothing_more(made, place, tm
         return
     with pytest.raises(TakenOver):
         copy_checkpoint(checkpoint, policy, place, check)
-    files, root = store._open(place)
+    files, root = fsspec.core.url_to_fs(place)
     files.invalidate_cache()
     found = store._marker(files, root)
     assert (found and found["id"]) == (marker["id"] if change == 0 else None)

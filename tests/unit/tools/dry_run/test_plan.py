@@ -11,7 +11,7 @@ from engine.config.training import Parallel
 from engine.errors import BadInput
 from engine.platform import PLATFORMS
 from engine.run import limits
-from engine.run.sizes import rank_parameters, total_parameters
+from engine.run.memory import rank_parameters, total_parameters
 from engine.tools.dry_run import plan_run, plan_sections
 from engine.tools.dry_run.model_shape import PUBLISHED, shape_of
 from support.paper_recipes import DEVICES
