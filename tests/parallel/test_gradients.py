@@ -115,10 +115,7 @@ def test_losses_of_batch_scope_are_the_same_in_every_layout(case, outcomes):
     (one,) = outcomes(next(other for other in held() if other.name == f"held-{loss}-one")).ranks()
     assert 0 < one["figures"]["clip_fraction"] < 0.9
     for rank in outcomes(case).ranks():
-        for name in ("loss", "clip_fraction"):
-            assert rank["figures"][name] == pytest.approx(one["figures"][name], rel=1e-4, abs=1e-6)
-        for name, gradient in rank["gradients"].items():
-            assert torch.norm(gradient - one["gradients"][name]) <= 1e-4 * torch.norm(one["gradients"][name]), name
+        assert_as_on_one(rank, one, "loss", "clip_fraction")
 
 
 @named(replayed())
@@ -128,9 +125,7 @@ def test_replayed_routes_are_the_same_in_every_layout(case, outcomes):
     near = 1e-6 if case.budget == replayed()[0].budget else 0.1  # a group that is split computes its prompt again
     for rank in outcomes(case).ranks():
         assert rank["figures"]["expert_load_max"] == pytest.approx(one["figures"]["expert_load_max"], rel=near)
-        assert rank["figures"]["loss"] == pytest.approx(one["figures"]["loss"], rel=1e-4, abs=1e-6)
-        for name, gradient in rank["gradients"].items():
-            assert torch.norm(gradient - one["gradients"][name]) <= 1e-4 * torch.norm(one["gradients"][name]), name
+        assert_as_on_one(rank, one, "loss")
 
 
 @named(sequences())
@@ -139,10 +134,15 @@ def test_a_sequence_ratio_is_the_same_in_every_layout(case, outcomes):
     (one,) = outcomes(sequences()[0]).ranks()
     assert 0 < one["figures"]["clip_fraction"] < 0.9
     for rank in outcomes(case).ranks():
-        for name in ("loss", "clip_fraction"):
-            assert rank["figures"][name] == pytest.approx(one["figures"][name], rel=1e-4, abs=1e-6)
-        for name, gradient in rank["gradients"].items():
-            assert torch.norm(gradient - one["gradients"][name]) <= 1e-4 * torch.norm(one["gradients"][name]), name
+        assert_as_on_one(rank, one, "loss", "clip_fraction")
+
+
+def assert_as_on_one(rank, one, *figures):
+    """A rank of a layout has these figures and the gradients of one that is alone."""
+    for name in figures:
+        assert rank["figures"][name] == pytest.approx(one["figures"][name], rel=1e-4, abs=1e-6)
+    for name, gradient in rank["gradients"].items():
+        assert torch.norm(gradient - one["gradients"][name]) <= 1e-4 * torch.norm(one["gradients"][name]), name
 
 
 def product(one, other):

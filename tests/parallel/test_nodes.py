@@ -12,13 +12,13 @@ import pytest
 from engine.client.connection import Connection
 from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.orchestrator.server import Server
-from engine.run.files import read_lines
 from engine.trainer.ranks.nodes import follow_invitations
 from engine.wire.certificate import Certificate, client_context
 from engine.wire.invitation import INVITATION
 from engine.wire.messages import Done, Heartbeat
 from support.ports import two_neighbours
-from support.runs import ROOT, config_of, launch, write_config
+from support.runs import ROOT, config_of
+from support.whole_runs import orchestrating, run, same, steps, weights
 
 pytestmark = pytest.mark.parallel
 
@@ -35,29 +35,23 @@ def test_two_nodes_train_what_one_does(settings, tmp_path):
         "train.timeout_s": 150,
     }
     two = common | {"run.name": "two", "parallel.nodes": 2, "parallel.rendezvous": f"127.0.0.1:{two_neighbours()}"}
-    command = [sys.executable, "-m", "engine.orchestrator.launch", "--config", str(write_config(two, tmp_path))]
-    orchestrator = subprocess.Popen(command, cwd=ROOT)
-    node = subprocess.Popen(
-        [sys.executable, "-m", "engine.trainer.ranks.nodes", str(tmp_path / "two"), "--wait", "60"], cwd=ROOT
-    )
-    try:
-        assert orchestrator.wait(300) == 0
-        assert node.wait(30) == 0
-    finally:
-        for process in (orchestrator, node):
-            process.kill()
-            process.wait()
+    with orchestrating(two, tmp_path) as (orchestrator, said):
+        node = subprocess.Popen(
+            [sys.executable, "-m", "engine.trainer.ranks.nodes", str(tmp_path / "two"), "--wait", "60"], cwd=ROOT
+        )
+        try:
+            assert orchestrator.wait(300) == 0, said()
+            assert node.wait(30) == 0
+        finally:
+            node.kill()
+            node.wait()
     assert not (tmp_path / "two" / INVITATION).exists()
-    code, said = launch(common | {"run.name": "one"}, tmp_path)
-    assert code == 0, said
+    run(common | {"run.name": "one"}, tmp_path)
     keys = ("step", "reward_mean", "loss", "grad_norm")
-    lines = [
-        [[row[key] for key in keys] for row in read_lines(tmp_path / name / "steps.jsonl")] for name in ("one", "two")
-    ]
+    lines = [[[row[key] for key in keys] for row in steps(tmp_path, name)] for name in ("one", "two")]
     assert len(lines[0]) == 2
     assert lines[0] == lines[1]
-    first, second = ((tmp_path / name / "policy/model.safetensors").read_bytes() for name in ("one", "two"))
-    assert first == second
+    assert same(weights(tmp_path, "one"), weights(tmp_path, "two"))
 
 
 def test_a_node_that_is_not_asked_for_gives_up(tmp_path):

@@ -10,6 +10,8 @@ import pytest
 import torch
 from torch.distributed import TCPStore
 
+from support.parallel.two_ranks import rank_environment
+
 
 def models(folder):
     """Two random models whose vocabulary does not divide by two, as Hugging Face folders."""
@@ -41,16 +43,10 @@ def started(command, folder, sessions, count):
     A port that is only looked up and left free again may be somebody else's by the time a rank listens on it.
     """
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in range(sessions)]
-    shared = {
-        "MASTER_ADDR": "127.0.0.1",
-        "OMP_NUM_THREADS": "1",
-        "LOCAL_RANK": "0",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
     processes = [
         subprocess.Popen(
             [*command, str(folder), *(str(store.port) for store in stores)],
-            env=os.environ | shared | {"RANK": str(rank)},
+            env=rank_environment(rank, count),
             stdout=(folder / f"{rank}.log").open("a"),
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -9,7 +9,6 @@ import io
 import json
 import math
 import os
-import random
 import sys
 import time
 from pathlib import Path
@@ -80,10 +79,14 @@ class Side:
 
     def accumulate(self, seed):
         """The gradient of two groups, shared among the replicas."""
+        from support.policies import a_group
+
         policy = self.policy
         policy.start_step()
         replica_groups = [[0, 1]] if policy.ranks.replica_groups == 1 else [[0], [1]]
-        policy.accumulate([a_group(seed * 2 + index, index) for index in replica_groups[policy.ranks.replica_group]])
+        policy.accumulate(
+            [a_group(seed=seed * 2 + index, index=index) for index in replica_groups[policy.ranks.replica_group]]
+        )
         policy.reduce_gradients(8)
 
     def train(self, seed):
@@ -129,30 +132,6 @@ def whole(file):
     """What `Side.gradient` wrote, of all ranks: each has its stage's tensors."""
     parts = sorted(file.parent.glob(f"{file.name}-*.pt"))
     return {name: tensor for part in parts for name, tensor in torch.load(part).items()}
-
-
-def a_group(seed, index):
-    from engine.types import Group, Prompt, Response, Score
-
-    draw = random.Random(seed)
-    ids = [tuple(draw.randrange(256) for _ in range(length)) for length in (7, 3, 12, 5)]
-    prompt = Prompt("p", "", "", tuple(draw.randrange(256) for _ in range(9)))
-    responses = tuple(
-        Response(
-            token_ids=i,
-            logprobs=(-5.0,) * len(i),
-            versions=((0, 0),),
-            loss_mask=(True,) * len(i),
-            finish_reason="stop",
-            text="",
-            seed=0,
-            instance="i",
-        )
-        for i in ids
-    )
-    return Group(
-        step=0, index=index, prompt=prompt, responses=responses, scores=tuple(Score(draw.random()) for _ in ids)
-    )
 
 
 def world(changes):

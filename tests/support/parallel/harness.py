@@ -4,7 +4,6 @@ The ranks meet through stores of ours, as under torch elastic: one for each layo
 own.
 """
 
-import os
 import pickle
 import subprocess
 import sys
@@ -19,6 +18,7 @@ from torch.distributed import TCPStore
 
 from support.parallel.cases import CONTEXT, VOCABULARY, Case
 from support.parallel.reference import Expected, expect
+from support.parallel.two_ranks import rank_environment
 from support.tiny_models import LLAMA3_ROPE, save
 
 RANK = Path(__file__).with_name("rank.py")
@@ -179,17 +179,9 @@ def _error(ours: torch.Tensor, theirs: torch.Tensor) -> float:
 
 
 def _start(command: Sequence[str], place: Path, rank: int, world: int) -> subprocess.Popen:
-    elastic = {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(world),
-        "LOCAL_RANK": "0",
-        "MASTER_ADDR": "127.0.0.1",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-        "OMP_NUM_THREADS": "1",
-    }
     return subprocess.Popen(
         [*command, str(place)],
-        env=os.environ | elastic,
+        env=rank_environment(rank, world),
         stdout=(place / f"{rank}.log").open("w"),
         stderr=subprocess.STDOUT,
     )

@@ -8,7 +8,6 @@ server, models, optimizer and run folder; the instance gets version 0 anew with 
 from __future__ import annotations
 
 import asyncio
-import os
 import subprocess
 import sys
 import time
@@ -29,6 +28,7 @@ from engine.orchestrator.server import Server
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
 from engine.wire.access_token import VARIABLE, write_token
+from support.parallel.two_ranks import rank_environment
 
 RANKS_TOKEN = "ranks.token"
 """File in the run folder with the token of the ranks, which a real run gives them in their environment."""
@@ -126,18 +126,8 @@ def _start(jobs: list[Job], place: Path, port: int, command: Sequence[str]) -> l
     ranks = []
     world = jobs[0].config.parallel.ranks
     for rank in range(world):
-        env = {
-            "RANK": str(rank),
-            "WORLD_SIZE": str(world),
-            "LOCAL_RANK": str(rank),
-            "OMP_NUM_THREADS": "1",
-            "MASTER_ADDR": "127.0.0.1",
-            "MASTER_PORT": str(port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-        }
         log = (place / f"rank-{rank}.log").open("w")
         jobs_file = str(place / "jobs.msgpack")
-        ranks.append(
-            subprocess.Popen([*command, jobs_file], env=os.environ | env, stdout=log, stderr=subprocess.STDOUT)
-        )
+        env = rank_environment(rank, world, port, local=rank)
+        ranks.append(subprocess.Popen([*command, jobs_file], env=env, stdout=log, stderr=subprocess.STDOUT))
     return ranks

@@ -1,4 +1,4 @@
-"""Two ranks of a script, and what they report."""
+"""The environment of ranks; two ranks of a script, and what they report."""
 
 import json
 import os
@@ -6,6 +6,19 @@ import subprocess
 import sys
 
 from torch.distributed import TCPStore
+
+
+def rank_environment(rank, world, port=0, local=0):
+    """The environment of a rank, as torch elastic gives it; it meets the others in our store at this port."""
+    return os.environ | {
+        "OMP_NUM_THREADS": "1",
+        "RANK": str(rank),
+        "LOCAL_RANK": str(local),
+        "WORLD_SIZE": str(world),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }
 
 
 def ranks(folder, script, overrides, *arguments):
@@ -22,17 +35,7 @@ def reports(folder, command):
             command,
             stderr=subprocess.PIPE,
             text=True,
-            env={
-                **os.environ,
-                "OMP_NUM_THREADS": "1",
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": "2",
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "REPORT": str(path),
-            },
+            env=rank_environment(rank, 2, store.port, local=rank) | {"REPORT": str(path)},
         )
         for rank, path in enumerate(paths)
     ]

@@ -12,6 +12,7 @@ from engine.model.attention import SegmentAttention, attention_params
 from engine.model.kernels import cpu, cuda
 from engine.model.kernels.reference import masked_attention
 from support.attention_cases import CASES, HEADS, assert_near_in_bfloat16, assert_same, row_of, shards_of
+from support.parallel.two_ranks import rank_environment
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -108,14 +109,7 @@ def on_a_rank(rank, port, folder):
     from engine.platform import get_platform, parallel_session
 
     torch.set_num_threads(1)
-    os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE="2",
-        MASTER_ADDR="127.0.0.1",
-        MASTER_PORT=str(port),
-        TORCHELASTIC_USE_AGENT_STORE="True",
-    )
+    os.environ |= rank_environment(rank, 2, port, local=rank)
     found = {}
     with parallel_session(get_platform("cpu"), seed=0, context=2, timeout_s=60):
         module = SegmentAttention.backend("cpu")(None)

@@ -30,7 +30,7 @@ def told(tmp_path_factory):
     folder = tmp_path_factory.mktemp("ranks")
     # as the elastic agent's
     stores = [TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False) for _ in LAYOUTS]
-    env = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    env = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-W", "ignore", __file__, str(folder), *(str(store.port) for store in stores)]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -93,15 +93,10 @@ def _rank(number, folder, ports):
     import torch
 
     from engine import platform
+    from support.parallel.two_ranks import rank_environment
 
     torch.set_num_threads(1)
-    os.environ |= {
-        "RANK": str(number),
-        "LOCAL_RANK": str(number),
-        "WORLD_SIZE": str(WORLD),
-        "MASTER_ADDR": "127.0.0.1",
-        "TORCHELASTIC_USE_AGENT_STORE": "True",
-    }
+    os.environ |= rank_environment(number, WORLD, local=number)
     found = {}
     for (name, sizes), port in zip(LAYOUTS.items(), ports, strict=True):
         os.environ["MASTER_PORT"] = port  # in a store that has been used, ranks would find each other's old addresses
@@ -138,20 +133,8 @@ def _said(lockstep):
         except MetronomeError as error:
             return f"{type(error).__name__}: {error}"
 
-    places = {
-        name: getattr(ranks, name)
-        for name in (
-            "replica_group",
-            "replica_groups",
-            "share",
-            "leader",
-            "feeds",
-            "judges",
-            "writes",
-            "exports",
-            "stage",
-        )
-    }
+    names = ["replica_group", "replica_groups", "share", "leader", "feeds", "judges", "writes", "exports", "stage"]
+    places = {name: getattr(ranks, name) for name in names}
     return places | {
         "from_leader": ranks.from_leader(lambda: CheckpointDue(True, ranks.rank)).updates,
         "from_leader_beside": ranks.from_leader_beside(lambda: CheckpointDue(True, ranks.rank)).updates,
