@@ -11,7 +11,6 @@ import threading
 from functools import cache
 
 import httpx
-import psutil
 import pytest
 
 from docs.examples.hf_trainer import HuggingFaceTrainer
@@ -22,7 +21,7 @@ from engine.wire.access_token import authorization_headers, folder_token
 from support import elastic_job
 from support.elastic_job import PROMPTS, Job
 from support.faults import kill
-from support.runs import base_settings, config_of, wait_for
+from support.runs import Tree, base_settings, config_of, wait_for
 from support.whole_runs import run, same, weights
 
 pytestmark = [pytest.mark.faults, pytest.mark.timeout(600)]
@@ -107,7 +106,7 @@ def test_the_only_instance_of_a_service_dies_in_the_middle_of_a_step(settings):
             training.start()
             if name == "killed":
                 wait_for(lambda: rows[-1] and _status(service)["instances"][0]["groups"], "work")
-                _instance_of(service).kill()
+                Tree(service._child.pid).named("engine.instance.embedded").kill()
             training.join(150)
             assert not training.is_alive()
     assert rows[0] == rows[1]
@@ -117,8 +116,3 @@ def test_the_only_instance_of_a_service_dies_in_the_middle_of_a_step(settings):
 def _status(service):
     right = authorization_headers(folder_token(str(service.config.folder)))
     return httpx.get(f"{service.connection.url}/status", headers=right).json()
-
-
-def _instance_of(service):
-    processes = psutil.Process(service._child.pid).children(recursive=True)
-    return next(one for one in processes if "engine.instance.embedded" in " ".join(one.cmdline()))

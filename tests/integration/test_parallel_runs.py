@@ -8,7 +8,6 @@ import msgpack
 import msgspec
 import numpy as np
 import pytest
-import torch
 from safetensors.torch import load_file
 
 from engine.errors import RatioGapError
@@ -16,11 +15,12 @@ from engine.orchestrator.launch import launch_run as launch_here
 from engine.run.checkpoint_files import is_complete, latest_checkpoint, step_of
 from engine.run.trace import read_spans
 from engine.tools.timeline import overlapped_steps
-from engine.types import Group, Prompt, Response, Score
+from engine.types import Group, Prompt, Score
 from engine.wire.columns import Row, open_group, pack_group
 from engine.wire.messages import Window
 from engine.wire.record import RecordWriter
 from support.faulty_weights import corrupt
+from support.policies import response
 from support.runs import ROOT, config_of, launch
 from support.tiny_models import reference, reference_logprobs, save
 from support.whole_runs import kill_a_rank, refused, run, same, spans, steps, weights
@@ -123,11 +123,6 @@ def test_pipeline_and_context_parallel_runs(exact, deep_model, tmp_path):
         assert one[key] == pytest.approx(other[key], rel=1e-4), key
 
 
-def change(base, trained):
-    """What training has added to all weights, as one vector."""
-    return torch.cat([(trained[key] - base[key]).flatten() for key in sorted(base)])
-
-
 def entries(path):
     with path.open("rb") as file:
         return list(msgpack.Unpacker(file))
@@ -222,21 +217,9 @@ def write_record(path, config, model):
 
     def group(step, index):
         prompt = ids(9)
-        responses = []
-        for answer in map(ids, (7, 3, 12, 5)):
-            logprobs = tuple(reference_logprobs(judge, prompt, answer).tolist())
-            responses.append(
-                Response(
-                    token_ids=tuple(answer),
-                    logprobs=logprobs,
-                    versions=((0, step),),
-                    loss_mask=(True,) * len(answer),
-                    finish_reason="stop",
-                    text="",
-                    seed=0,
-                    instance="instance-0",
-                )
-            )
+        answers = [ids(length) for length in (7, 3, 12, 5)]
+        logprobs = [reference_logprobs(judge, prompt, answer).tolist() for answer in answers]
+        responses = [replace(one, versions=((0, step),)) for one in map(response, answers, logprobs)]
         scores = tuple(Score(draw.random()) for _ in responses)
         return Group(
             step=step,

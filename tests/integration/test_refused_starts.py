@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from engine.run.files import seal
-from support.commands import metronome, sets, state_of
+from support.commands import metronome, sets, state_of, with_cut_weights, without_tokenizer
 from support.runs import base_settings, config_of, overrides
 from tasks.tracking.tracked_run import check_store
 
@@ -35,18 +35,8 @@ def a_model(change):
     return prepare
 
 
-def without_tokenizer(model):
-    for file in model.glob("tokenizer*"):
-        file.unlink()
-
-
 def without_chat_template(model):
     (model / "chat_template.jinja").unlink()
-
-
-def with_cut_weights(model):
-    file = next(model.glob("*.safetensors"))
-    file.write_bytes(file.read_bytes()[:100])
 
 
 def with_another_vocabulary(model):
@@ -116,13 +106,10 @@ def test_so_does_one_whose_address_is_taken(start, monkeypatch):
     assert same
 
 
-def test_so_does_a_replay_of_what_is_no_record(tmp_path, start):
+def test_so_do_a_replay_of_what_is_no_record_and_a_run_over_an_existing_one(tmp_path, start):
     (tmp_path / "record.msgpack").write_text("x")
     code, told, same = start(flags=["--replay", tmp_path / "record.msgpack"])
     assert (code, "not a record of train.record" in told, same) == (2, True, True), told
-
-
-def test_a_run_over_an_existing_one_leaves_that_as_it_is(tmp_path, start):
     (tmp_path / "runs/first").mkdir()
     (tmp_path / "runs/first/config.toml").write_text("")
     code, told, same = start("run.name=first")

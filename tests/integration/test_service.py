@@ -32,10 +32,11 @@ from engine.wire.messages import (
     VerifySync,
 )
 from support.listening import Listening
-from support.runs import ROOT, config_of, wait_for
+from support.runs import ROOT, Tree, base_settings, config_of, wait_for
 
 LEASE_S = 2.0
 TOKEN = "a-secret"
+RIGHT = {"Authorization": f"Bearer {TOKEN}"}
 PROMPTS = 3
 SIZE = 2
 SMALL = {
@@ -59,8 +60,6 @@ time.sleep(60)
 @pytest.fixture(scope="module")
 def running(tiny_model, problems, tmp_path_factory):
     """A service of this module's own, its client, and a model whose next version can be published."""
-    from support.runs import base_settings
-
     folder = tmp_path_factory.mktemp("service")
     os.environ["METRONOME_TOKEN"] = TOKEN
     try:
@@ -102,8 +101,7 @@ def sample(client, step):
     """Put the step's prompts, and wait until all of its groups have arrived."""
     client.put_prompts_data(step)
     status = f"{client.connection.url}/status"
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    wait_for(lambda: httpx.get(status, headers=headers).json()["arrived"] == [PROMPTS], "the step's groups", 60)
+    wait_for(lambda: httpx.get(status, headers=RIGHT).json()["arrived"] == [PROMPTS], "the step's groups", 60)
 
 
 def leases(client, step, consumer="trainer"):
@@ -115,6 +113,11 @@ def leases(client, step, consumer="trainer"):
 def consume(client, step, consumer="trainer"):
     """The indices of the step's groups in the order of their training."""
     return [group.index for lease in leases(client, step, consumer) for group in lease.groups]
+
+
+def finish(client, step):
+    sample(client, step)
+    consume(client, step)
 
 
 def test_groups_of_a_consumer_that_is_killed_are_given_again_and_trained_once(running, client, step):
@@ -156,7 +159,7 @@ def test_a_flood_of_requests_neither_stops_a_step_nor_fills_the_memory(running, 
     routes = ["ask", "join", "leave", "no_route"]
 
     def flood(number):
-        token = {"Authorization": f"Bearer {TOKEN}"} if number % 4 else {}
+        token = RIGHT if number % 4 else {}
         protocol = {PROTOCOL_HEADER: str(PROTOCOL), "Content-Type": CONTENT_TYPE} if number % 3 else {}
         with httpx.Client(headers=token | protocol, timeout=20) as http:
             for turn in itertools.takewhile(lambda _: not done.is_set(), itertools.count()):
@@ -185,7 +188,7 @@ def test_a_flood_of_requests_neither_stops_a_step_nor_fills_the_memory(running, 
     assert statuses - {"closed"} <= {400, 401, 404, 408, 409, 415}
     assert took < 60
     assert grown < 100 * 2**20
-    status = httpx.get(f"http://{running.address}/status", headers={"Authorization": f"Bearer {TOKEN}"}).json()
+    status = httpx.get(f"http://{running.address}/status", headers=RIGHT).json()
     assert status["failure"] is None
     assert status["held_bytes"] == 0
 
@@ -222,12 +225,10 @@ def test_parts_of_a_publish_that_come_again_or_out_of_turn_change_nothing(runnin
     ):
         with pytest.raises(ServiceConflict):
             client.ask(request)
-    sample(client, step)
-    consume(client, step)
+    finish(client, step)
     running.version += 1
     client.weight_sync_notify(running.version, running.model)
-    sample(client, running.version)
-    consume(client, running.version)
+    finish(client, running.version)
 
 
 def test_a_value_that_is_no_json_in_a_prompts_columns_is_refused_and_the_service_goes_on(running, client, step):
@@ -245,9 +246,8 @@ def test_every_instance_holds_a_version_that_was_published(running, client, step
     for name in ("instance-0", "instance-1"):
         there = json.loads((running.folder / f"logs/{name}.address").read_text())
         url = f"http://{there['host']}:{there['port']}/load"
-        assert httpx.get(url, headers={"Authorization": f"Bearer {TOKEN}"}).json()["weight_version"] == step
-    sample(client, step)
-    consume(client, step)
+        assert httpx.get(url, headers=RIGHT).json()["weight_version"] == step
+    finish(client, step)
 
 
 def test_own_prompts_are_sampled_and_scored(client, step):
@@ -270,8 +270,7 @@ def test_samples_name_their_versions_and_follow_their_seeds(client, step):
     assert all(one.versions == ((0, step),) for one in first)
     with pytest.raises(BadInput, match="token 0 is 99999"):
         client.sample([99999], [1])
-    sample(client, step)
-    consume(client, step)
+    finish(client, step)
 
 
 def test_a_client_needs_the_token_and_the_protocol(running, monkeypatch):
@@ -291,12 +290,7 @@ def test_a_service_whose_instances_died_says_so(settings, tmp_path):
         model = HuggingFaceTrainer(client.config)
         client.weight_sync_notify(0, model)
         client.put_prompts_data(0)
-        instance = next(
-            one
-            for one in psutil.Process(client._child.pid).children(recursive=True)
-            if "engine.instance.embedded" in " ".join(one.cmdline())
-        )
-        instance.kill()
+        Tree(client._child.pid).named("engine.instance.embedded").kill()
         with pytest.raises(MetronomeError, match=r"instance-0|can't be reached"):
             consume(client, 0)
 

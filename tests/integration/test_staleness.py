@@ -15,18 +15,8 @@ STEPS = 8
 
 
 def test_one_cell(tmp_path):
-    command = [
-        sys.executable,
-        "benchmarks/staleness.py",
-        "--cell",
-        "4:m2po:0",
-        "--steps",
-        str(STEPS),
-        "--prompts",
-        "3",
-        "--output",
-        str(tmp_path),
-    ]
+    given = ["--cell", "4:m2po:0", "--steps", str(STEPS), "--prompts", "3", "--output", str(tmp_path)]
+    command = [sys.executable, "benchmarks/staleness.py", *given]
     done = subprocess.run(command, capture_output=True, text=True, timeout=290, cwd=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
     (cell,) = (json.loads(path.read_text()) for path in tmp_path.glob("*.json"))
@@ -44,12 +34,3 @@ def test_one_cell(tmp_path):
     assert 0.1 < figures["final"] <= 1  # the base model has about 0.36
     assert "| 4 | m2po | 1 |" in done.stdout
     assert (tmp_path / "staleness.png").read_bytes().startswith(b"\x89PNG")
-
-
-def test_drop_is_from_the_highest_value_before(monkeypatch):
-    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
-    from staleness import drop
-
-    rewards = [0.2] * 5 + [0.8] * 5 + [0.3] * 5 + [1.0] * 5
-    assert drop({"steps": [{"reward_mean": reward} for reward in rewards]}) == pytest.approx(0.5)
-    assert drop({"steps": [{"reward_mean": number / 20} for number in range(20)]}) == 0

@@ -42,3 +42,15 @@ def state_of(output):
     files |= {path.name: "there" for path in output.glob("*")}
     with closing(sqlite3.connect(output / "mlflow.db")) as store:
         return files, {name: sorted(map(repr, store.execute(f"SELECT * FROM {name}"))) for name in TABLES}
+
+
+def without_tokenizer(model):
+    """Harm a model's folder, as users do."""
+    for file in model.glob("tokenizer*"):
+        file.unlink()
+
+
+def with_cut_weights(model):
+    """The same by a download that broke off."""
+    file = next(model.glob("*.safetensors"))
+    file.write_bytes(file.read_bytes()[:100])

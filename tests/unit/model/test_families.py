@@ -11,30 +11,15 @@ from engine.model.shape import SUPPORTED, Experts, Llama3Scaling, ModelShape, en
 from support.tiny_models import LLAMA3_ROPE, save
 
 LLAMA = {  # Llama 3.2 1B as transformers 4 wrote it
-    "architectures": ["LlamaForCausalLM"],
-    "attention_bias": False,
-    "head_dim": 64,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 8192,
-    "max_position_embeddings": 131072,
-    "mlp_bias": False,
-    "model_type": "llama",
-    "num_attention_heads": 32,
-    "num_hidden_layers": 16,
-    "num_key_value_heads": 8,
-    "rms_norm_eps": 1e-05,
+    "architectures": ["LlamaForCausalLM"], "attention_bias": False, "head_dim": 64, "hidden_act": "silu",
+    "hidden_size": 2048, "intermediate_size": 8192, "max_position_embeddings": 131072, "mlp_bias": False,
+    "model_type": "llama", "num_attention_heads": 32, "num_hidden_layers": 16, "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-05, "rope_theta": 500000.0, "tie_word_embeddings": True, "vocab_size": 128256,
     "rope_scaling": {
-        "factor": 32.0,
-        "high_freq_factor": 4.0,
-        "low_freq_factor": 1.0,
-        "original_max_position_embeddings": 8192,
+        "factor": 32.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "original_max_position_embeddings": 8192,
         "rope_type": "llama3",
     },
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": True,
-    "vocab_size": 128256,
-}
+}  # fmt: skip
 DISTILLED = {  # DeepSeek-R1-Distill-Qwen-1.5B, likewise
     "architectures": ["Qwen2ForCausalLM"], "attention_dropout": 0.0, "hidden_act": "silu", "hidden_size": 1536,
     "intermediate_size": 8960, "max_position_embeddings": 131072, "max_window_layers": 21, "model_type": "qwen2",
@@ -43,31 +28,13 @@ DISTILLED = {  # DeepSeek-R1-Distill-Qwen-1.5B, likewise
     "use_sliding_window": False, "vocab_size": 151936,
 }  # fmt: skip
 MOE = {  # Qwen3-30B-A3B, likewise
-    "architectures": ["Qwen3MoeForCausalLM"],
-    "attention_bias": False,
-    "decoder_sparse_step": 1,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "hidden_size": 2048,
-    "intermediate_size": 6144,
-    "max_position_embeddings": 40960,
-    "mlp_only_layers": [],
-    "model_type": "qwen3_moe",
-    "moe_intermediate_size": 768,
-    "norm_topk_prob": True,
-    "num_attention_heads": 32,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "num_hidden_layers": 48,
-    "num_key_value_heads": 4,
-    "rms_norm_eps": 1e-06,
-    "rope_scaling": None,
-    "rope_theta": 1000000.0,
-    "sliding_window": None,
-    "tie_word_embeddings": False,
-    "use_sliding_window": False,
-    "vocab_size": 151936,
-}
+    "architectures": ["Qwen3MoeForCausalLM"], "attention_bias": False, "decoder_sparse_step": 1, "head_dim": 128,
+    "hidden_act": "silu", "hidden_size": 2048, "intermediate_size": 6144, "max_position_embeddings": 40960,
+    "mlp_only_layers": [], "model_type": "qwen3_moe", "moe_intermediate_size": 768, "norm_topk_prob": True,
+    "num_attention_heads": 32, "num_experts": 128, "num_experts_per_tok": 8, "num_hidden_layers": 48,
+    "num_key_value_heads": 4, "rms_norm_eps": 1e-06, "rope_scaling": None, "rope_theta": 1000000.0,
+    "sliding_window": None, "tie_word_embeddings": False, "use_sliding_window": False, "vocab_size": 151936,
+}  # fmt: skip
 
 
 def shape_of(folder, config):

@@ -1,4 +1,4 @@
-import importlib.util
+import importlib
 import os
 import random
 import subprocess
@@ -41,22 +41,17 @@ def test_a_rank_without_a_device_is_refused():
         Cuda().device(count)
 
 
-def test_auto_chooses_an_npu_first_and_then_asks_for_mindspeed(monkeypatch):
-    found = importlib.util.find_spec
-    monkeypatch.setattr(npu.importlib.util, "find_spec", lambda name: True if name == "torch_npu" else found(name))
-    monkeypatch.setattr(Npu, "api", lambda self: SimpleNamespace(is_available=lambda: True))
-    with pytest.raises(BadInput, match="mindspeed"):
-        platform.get_platform("auto")
-
-
-def test_what_mindspeed_imports_is_asked_for_by_name(monkeypatch):
-    there = {"torch_npu", "mindspeed", "triton"}
+def test_auto_chooses_an_npu_first_and_then_asks_for_mindspeed_and_what_that_imports(monkeypatch):
+    there = {"torch_npu"}
     monkeypatch.setattr(npu.importlib.util, "find_spec", lambda name: True if name in there else None)
     monkeypatch.setattr(Npu, "api", lambda self: SimpleNamespace(is_available=lambda: True))
+    with pytest.raises(BadInput, match="the package mindspeed .* is not installed"):
+        platform.get_platform("auto")
+    there |= {"mindspeed", "triton"}
     with pytest.raises(BadInput, match="mindspeed can't be imported without the modules einops"):
-        platform.get_platform("npu")
+        platform.get_platform("auto")
     there.add("einops")
-    assert platform.get_platform("npu").name == "npu"
+    assert platform.get_platform("auto").name == "npu"
 
 
 def test_importing_the_platforms_imports_no_vendor_package():

@@ -30,18 +30,14 @@ def checkpoint(root, step, run):
     (folder / "_SUCCESS.json").write_text(json.dumps(seal({"step": step, "files": {}, "run": run, "began": 1.5})))
 
 
-def test_a_number_is_given_once(config):
-    claim_run(config, resume=False)
-    first = read_run(config.folder).id
-    assert len(first) == 32
-    claim_run(config, resume=True)
-    assert read_run(config.folder).id == first
-
-
-def test_a_run_has_the_time_of_its_beginning_whatever_the_time_is_later(config, tmp_path):
+def test_a_run_has_one_number_and_the_time_of_its_beginning(config, tmp_path):
     before = time.time()
     claim_run(config, resume=False)
-    assert before <= read_run(config.folder).began_at.timestamp() <= time.time()
+    first = read_run(config.folder)
+    assert len(first.id) == 32
+    assert before <= first.began_at.timestamp() <= time.time()
+    claim_run(config, resume=True)
+    assert read_run(config.folder) == first
     checkpoint(tmp_path / "place/nightly", 96, run=LOST)
     (config.folder / FILE).unlink()
     claim_run(config, resume=True)

@@ -38,15 +38,12 @@ def holder():
     """(lock file, a process that holds it). Other users can see the file, unlike those in pytest's folders."""
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o755)
-        yield from hold(Path(folder) / "a/lock")
-
-
-def hold(file):
-    process = subprocess.Popen([sys.executable, "-c", HOLD, str(file)], stdout=subprocess.PIPE, text=True)
-    assert process.stdout.readline() == "held\n"
-    yield file, process
-    process.kill()
-    process.wait()
+        file = Path(folder) / "a/lock"
+        process = subprocess.Popen([sys.executable, "-c", HOLD, str(file)], stdout=subprocess.PIPE, text=True)
+        assert process.stdout.readline() == "held\n"
+        yield file, process
+        process.kill()
+        process.wait()
 
 
 def test_who_holds_it_is_named(holder):
@@ -111,36 +108,25 @@ def test_a_killed_holder_gives_it_back(holder):
     file, process = holder
     said = []
     process.kill()
-    with hold_lock(file, "run folder a", 10.0, said.append):
-        pass
-    with hold_lock(file, "run folder a", 0.0):  # and so does one that is through
-        pass
+    for wait_s in (10.0, 0.0):  # and so does one that is through
+        with hold_lock(file, "run folder a", wait_s, said.append):
+            pass
     assert len(said) <= 1
 
 
-def test_who_waits_says_so_once(holder):
+def test_who_waits_says_so_once_and_waits_as_long_as_the_holder_makes_progress(holder):
     file, process = holder
+    began = time.monotonic()
+    moving = lambda: min(4, int(4 * (time.monotonic() - began)))  # noqa: E731
     said = []
-    with pytest.raises(BadInput, match=r"waited 1 s"), hold_lock(file, "run folder a", 1.2, said.append):
+    with pytest.raises(BadInput, match=r"waited 1 s"), hold_lock(file, "run folder a", 1.2, said.append, moving):
         pass
+    assert time.monotonic() - began > 1.9
     assert len(said) == 1
     assert "waiting up to 1 s" in said[0]
-
-
-def test_a_holder_that_makes_progress_is_waited_for(holder):
-    file, process = holder
     ending = threading.Timer(3.0, process.kill)
     ending.start()
     began = time.monotonic()
     with hold_lock(file, "run folder a", 1.5, progress=lambda: int(2 * time.monotonic())):
         assert time.monotonic() - began > 2.5
     ending.join()
-
-
-def test_a_holder_that_makes_no_more_progress_is_named_in_the_end(holder):
-    file, _ = holder
-    began = time.monotonic()
-    moving = lambda: min(4, int(4 * (time.monotonic() - began)))  # noqa: E731
-    with pytest.raises(BadInput, match=r"waited 1 s"), hold_lock(file, "run folder a", 1.2, progress=moving):
-        pass
-    assert time.monotonic() - began > 1.9

@@ -14,25 +14,25 @@ from support.policies import response
 
 REWARDS = ((1.0, 0.0, 0.0), (1.0, 1.0, 1.0), (0.5, 0.0, 1.0))
 LENGTHS = ((3, 1, 2), (2, 2, 4), (1, 5, 1))
+OF_GROUP, OF_BATCH = ([name for name, one in ADVANTAGES.items() if one.scope == scope] for scope in ("group", "batch"))
+
+
+def group_of(rewards, lengths, index=0):
+    return Group(
+        step=0,
+        index=index,
+        prompt=Prompt(f"p{index}", "", "", (1, 2)),
+        responses=tuple(response([7] * length) for length in lengths),
+        scores=tuple(map(Score, rewards)),
+    )
 
 
 def groups():
     """The batch of REWARDS and LENGTHS, in another order than that of its indices."""
-    made = []
-    for index, (rewards, lengths) in enumerate(zip(REWARDS, LENGTHS, strict=True)):
-        made.append(
-            Group(
-                step=0,
-                index=index,
-                prompt=Prompt(f"p{index}", "", "", (1, 2)),
-                responses=tuple(response([7] * length) for length in lengths),
-                scores=tuple(Score(value) for value in rewards),
-            )
-        )
-    return made[::-1]
+    return [group_of(REWARDS[index], LENGTHS[index], index) for index in (2, 1, 0)]
 
 
-@pytest.mark.parametrize("name", [name for name, one in ADVANTAGES.items() if one.scope == "batch"])
+@pytest.mark.parametrize("name", OF_BATCH)
 def test_each_group_gets_its_row_of_the_batchs_advantages_also_over_the_wire(name):
     whole = ADVANTAGES[name](torch.tensor(REWARDS), torch.tensor(LENGTHS, dtype=torch.float32))
     scores = batch_scores(list(map(pack_group, groups())))
@@ -58,16 +58,10 @@ def without(group, numbers):
     )
 
 
-GROUP = Group(
-    step=0,
-    index=0,
-    prompt=Prompt("p", "", "", (1, 2)),
-    responses=tuple(response([7] * length) for length in (3, 1, 2, 5, 2, 2, 4, 1)),
-    scores=tuple(map(Score, (1.0, 0.0, 0.25, 1.0, 0.1, 1.0, 0.0, 0.7))),
-)
+GROUP = group_of((1.0, 0.0, 0.25, 1.0, 0.1, 1.0, 0.0, 0.7), (3, 1, 2, 5, 2, 2, 4, 1))
 
 
-@pytest.mark.parametrize("name", [name for name, one in ADVANTAGES.items() if one.scope == "group"])
+@pytest.mark.parametrize("name", OF_GROUP)
 @pytest.mark.parametrize("numbers", [{0}, {7}, {2, 3}, {0, 1, 2, 3, 4, 5}])
 @pytest.mark.parametrize("value", [0.0, 1e30])
 def test_advantages_beside_excluded_responses_are_those_of_the_others_alone(name, numbers, value):
@@ -78,7 +72,7 @@ def test_advantages_beside_excluded_responses_are_those_of_the_others_alone(name
     assert not found[sorted(numbers)].any()
 
 
-@pytest.mark.parametrize("name", [name for name, one in ADVANTAGES.items() if one.scope == "group"])
+@pytest.mark.parametrize("name", OF_GROUP)
 def test_a_group_of_which_too_few_are_left_has_no_gradient(name):
     group_advantages = GroupAdvantages(advantage=name)
     for numbers in (range(8), range(1, 8)):
@@ -102,7 +96,7 @@ def test_excluded_scores_do_not_make_a_group_unequal():
     assert GroupAdvantages().unequal(with_excluded(GROUP, {3}, 0.0))
 
 
-@pytest.mark.parametrize("name", [name for name, one in ADVANTAGES.items() if one.scope == "batch"])
+@pytest.mark.parametrize("name", OF_BATCH)
 def test_an_excluded_response_moves_no_statistic_of_the_batch(name):
     """Whitened over the tokens of the others: as if it was not there, which a response without tokens is not."""
     batch = [replace(one, prompt=replace(one.prompt, id=f"p{one.index}")) for one in groups()]
@@ -124,8 +118,7 @@ def test_an_excluded_response_moves_no_statistic_of_the_batch(name):
 
 
 def test_groups_that_differ_by_the_penalty_of_long_responses_alone_are_unequal():
-    responses = tuple(response([7] * length) for length in (2, 8))
-    group = replace(groups()[0], responses=responses, scores=(Score(1.0), Score(1.0)))
+    group = group_of((1.0, 1.0), (2, 8))
     assert GroupAdvantages(longest=8, overlong_buffer=4).unequal(group)
     assert not GroupAdvantages(longest=8).unequal(group)
     shaped = replace(group, scores=(Score(0.0), Score(1.0)))  # equal once the penalty of 1 is taken off

@@ -85,12 +85,9 @@ def test_the_next_step_of_recomputation_is_the_softest(said, advice):
     assert advice in found if advice else "of train.recompute try" not in found
 
 
-def test_the_device_has_less_than_was_counted(said):
+def test_the_device_has_less_than_was_counted_or_the_models_do_not_fit(said):
     found = said(more=-3 * MIB)
     assert "no more than the dry run counts: the device has less, another process uses it" in found
     assert "train.recompute (now false)" in found
     assert "train.offload (now false)" in found
-
-
-def test_the_models_do_not_fit(said):
     assert "ran out of memory while it loaded its models: " in said(step=None)

@@ -8,8 +8,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.errors import MetronomeError
-from engine.types import Group, Score
+from engine.errors import BadInput, MetronomeError
+from engine.trainer.group_advantages import GroupAdvantages
+from engine.types import Score
 from support.policies import a_group, a_policy, assert_same, gradients, response
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -67,13 +68,8 @@ def test_a_probe_is_scored_at_temperature_1_as_instances_score_prompts(settings)
 def test_masked_tokens_leave_the_gradient(settings, tiny_model):
     policy = a_policy(settings, algorithm__old_policy="behavior", algorithm__kl_coef=0)
     plain = a_group()
-    masked = Group(
-        step=0,
-        index=0,
-        prompt=plain.prompt,
-        responses=(response(plain.responses[0].token_ids, mask=[True, False] * 3 + [True]), *plain.responses[1:]),
-        scores=plain.scores,
-    )
+    first = response(plain.responses[0].token_ids, mask=[True, False] * 3 + [True])
+    masked = replace(plain, responses=(first, *plain.responses[1:]))
     policy.start_step()
     policy.accumulate([masked])
     assert_same(gradients(policy, 4), hf_gradients(tiny_model, [masked]))
@@ -226,8 +222,6 @@ def test_updates_are_adamw_with_schedule_and_clipping(settings):
 @pytest.mark.parametrize(("place", "value"), [(3, float("inf")), (-1, float("nan")), (3, 1e20), (-1, -1e17)])
 def test_a_gradient_that_is_not_finite_or_absurd_changes_nothing(settings, place, value):
     """1e20 is finite, but its square is not: the update would train nothing but weight decay."""
-    from engine.errors import MetronomeError
-
     policy = a_policy(settings)
     before = [p.detach().clone() for p in policy.models.policy.parameters()]
     policy.start_step()
@@ -263,8 +257,6 @@ def test_adam_in_bfloat16_is_fused_and_updates_as_in_fp32(settings):
 
 
 def test_truncated_responses_can_be_masked_and_over_long_ones_punished(settings):
-    from dataclasses import replace
-
     group = a_group()
     cut = replace(group, responses=(replace(group.responses[0], finish_reason="length"), *group.responses[1:]))
     group_advantages = a_policy(settings, algorithm__mask_truncated=True, algorithm__overlong_buffer=8).group_advantages
@@ -275,16 +267,18 @@ def test_truncated_responses_can_be_masked_and_over_long_ones_punished(settings)
     assert (group_advantages.rewards(cut) - plain).tolist() == pytest.approx([0, 0, -0.5, 0])  # 12 of 16, free up to 8
 
 
-def controlled_steps(policy, seeds):
-    """Raw gradients of steps, with an update after each."""
-    raw = []
-    for seed in seeds:
-        policy.start_step()
-        policy.accumulate([a_group(seed=seed)])
-        policy.reduce_gradients(4)
-        raw.append(torch.cat([buffer.grad_data.clone() for buffer in policy.ddp.buffers]))
-        policy.step_optimizer()
+def make_step(policy, group):
+    """A step of one group with its update. Returns the raw gradient."""
+    policy.start_step()
+    policy.accumulate([group])
+    policy.reduce_gradients(4)
+    raw = torch.cat([buffer.grad_data.clone() for buffer in policy.ddp.buffers])
+    policy.step_optimizer()
     return raw
+
+
+def controlled_steps(policy, seeds):
+    return [make_step(policy, a_group(seed=seed)) for seed in seeds]
 
 
 def test_measuring_the_cosine_changes_nothing(settings):
@@ -374,21 +368,15 @@ def test_a_zero_gradient_is_no_measurement(settings):
         algorithm__gac_high="auto",
         algorithm__kl_coef=0,
     )
-    equal = a_group(seed=4)
-    equal = Group(step=0, index=0, prompt=equal.prompt, responses=equal.responses, scores=(Score(1.0),) * 4)
+    equal = replace(a_group(seed=4), scores=(Score(1.0),) * 4)
     for group, measured in ((a_group(seed=1), 0), (equal, 0), (a_group(seed=2), 0), (a_group(seed=3), 1), (equal, 1)):
-        policy.start_step()
-        policy.accumulate([group])
-        policy.reduce_gradients(4)
-        policy.step_optimizer()
+        make_step(policy, group)
         assert len(policy.control.seen) == measured
         assert ("grad_cosine" in policy.figures()) == (group is not equal and measured > 0)
 
 
 def test_a_tokens_mismatch_is_weighed_under_the_weights_that_sampled_it(settings):
     """A response continued under newer weights: its first three tokens are one update old, the others are not."""
-    from dataclasses import replace
-
     policy = a_policy(
         settings,
         train__mode="one_step_off",
@@ -414,16 +402,10 @@ def test_a_tokens_mismatch_is_weighed_under_the_weights_that_sampled_it(settings
 
 
 def test_a_users_advantage_that_fails_on_real_rewards_is_bad_input(settings, tmp_path):
-    from engine.errors import BadInput
-    from engine.trainer.group_advantages import GroupAdvantages
-
     (tmp_path / "own.py").write_text("def own(rewards, lengths): return rewards / (rewards.sum() - 3)")
     spec = f"{tmp_path / 'own.py'}:own"
-    group = a_group()
-    certain = Group(
-        step=0, index=0, prompt=group.prompt, responses=group.responses, scores=tuple(map(Score, (1.0, 1.0, 1.0, 0.0)))
-    )
-    assert GroupAdvantages(advantage=spec).advantages(group).shape == (4,)
+    certain = replace(a_group(), scores=tuple(map(Score, (1.0, 1.0, 1.0, 0.0))))
+    assert GroupAdvantages(advantage=spec).advantages(a_group()).shape == (4,)
     with pytest.raises(
         BadInput, match=r"own.py:own.*it failed on step 0, prompt p, rewards \[1.0, 1.0, 1.0, 0.0\]: ValueError"
     ):

@@ -1,11 +1,13 @@
 """A step's gradient with every loss against Hugging Face and plain autograd: one process, real Megatron."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from engine.types import Group, Score
-from support.policies import a_group, a_policy, assert_same
+from engine.types import Score
+from support.policies import a_group, a_policy, assert_same, gradients
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -77,8 +79,6 @@ def hf_step(folder, groups, loss, estimator, old_scale):
 @pytest.mark.parametrize("budget", [4096, 30])
 @pytest.mark.parametrize("loss", ESTIMATORS)
 def test_a_steps_gradient_with_every_loss_equals_hugging_face(settings, tiny_model, loss, budget):
-    from engine.model.hf_weights import export_weights
-
     estimator = ESTIMATORS[loss]
     policy = a_policy(
         settings,
@@ -89,13 +89,11 @@ def test_a_steps_gradient_with_every_loss_equals_hugging_face(settings, tiny_mod
         train__micro_batch_tokens=budget,
     )
     policy.models.old.set([weight * 1.01 for weight in policy.models.old.weights])
-    equal = a_group(index=1, seed=5, lengths=(4, 9, 2, 6))
-    equal = Group(step=0, index=1, prompt=equal.prompt, responses=equal.responses, scores=(Score(1.0),) * 4)
+    equal = replace(a_group(index=1, seed=5, lengths=(4, 9, 2, 6)), scores=(Score(1.0),) * 4)
     groups = [a_group(), equal, a_group(index=2, seed=8, lengths=(3, 3, 8, 1))]
     policy.start_step()
     policy.accumulate(groups)
     policy.reduce_gradients(12)
-    grads = {name: p.main_grad.clone() for name, p in policy.models.policy.named_parameters()}
-    ours = dict(export_weights(grads, policy.models.policy, policy.models.shape))
+    ours = gradients(policy, 1)
     assert_same(ours, hf_step(folder=tiny_model, groups=groups, loss=loss, estimator=estimator, old_scale=1.01), 2e-5)
     assert policy.figures()["equal_groups"] == 1
