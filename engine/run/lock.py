@@ -58,43 +58,39 @@ def hold_lock(
 def share_lock(file: Path, what: str) -> Iterator[None]:
     """Hold the lock file during the body together with others that share it, so that `hold_lock` is refused. Does
     nothing in a folder where this user may not write. Raises BadInput if a process holds the lock alone."""
-    try:
-        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-    except OSError:
+    with _opened(file, os.O_RDWR | os.O_CREAT) as descriptor:
+        if descriptor is not None:
+            if not _try(descriptor, fcntl.LOCK_SH):
+                raise BadInput(f"{what} is in use by {_holder(descriptor)}; wait for its end")
+            _sign(descriptor)
         yield
-        return
-    try:
-        if not _try(descriptor, fcntl.LOCK_SH):
-            raise BadInput(f"{what} is in use by {_holder(descriptor)}; wait for its end")
-        _sign(descriptor)
-        yield
-    finally:
-        os.close(descriptor)
 
 
 def check_not_held(file: Path, what: str) -> None:
     """Raise BadInput, like `hold_lock` without waiting, if another process holds the lock. One that is gone does not
     count: its heirs end within a second or two. Writes nothing. Says nothing of a lock that only another user can
     open."""
-    try:
-        descriptor = os.open(file, os.O_RDWR | os.O_CLOEXEC)
-    except (FileNotFoundError, PermissionError):
-        return
-    try:
-        if not _try(descriptor) and _is_alive(holder := _holder(descriptor)):
+    with _opened(file, os.O_RDWR) as descriptor:
+        if descriptor is not None and not _try(descriptor) and _is_alive(holder := _holder(descriptor)):
             raise BadInput(f"{what} is in use by {holder}; wait for its end or cancel it")
-    finally:
-        os.close(descriptor)
 
 
 def is_held(file: Path) -> bool:
     """Whether a process is seen to hold the lock alone. For an instant this shares the lock."""
+    with _opened(file, os.O_RDONLY) as descriptor:
+        return descriptor is not None and not _try(descriptor, fcntl.LOCK_SH)
+
+
+@contextmanager
+def _opened(file: Path, flags: int) -> Iterator[int | None]:
+    """The open file during the body; None if it is not there or this user may not open it so."""
     try:
-        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC)
+        descriptor = os.open(file, flags | os.O_CLOEXEC, 0o600)
     except OSError:
-        return False
+        yield None
+        return
     try:
-        return not _try(descriptor, fcntl.LOCK_SH)
+        yield descriptor
     finally:
         os.close(descriptor)
 

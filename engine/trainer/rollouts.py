@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol, TypeVar
+from typing import Any
 
 from engine.client.connection import Connection
 from engine.client.publish.publisher import PublishedModel, Publisher
@@ -54,31 +54,51 @@ class Replay:
             yield entry.window(self._weights)
 
 
-R = TypeVar("R")
-
 Prepare = Callable[[list[Group]], None]
 """Does the work that needs no weights for a window that is trained next."""
 
 
-class Rollouts(Protocol):
-    """The inference side, as the loop uses it.
+class Rollouts:
+    """The inference side, as the loop uses it; what both kinds of rollouts tell the orchestrator.
 
     `windows` and `heartbeat` are collectives over a replica group's ranks. `failed` is not a collective. All other
     methods are collectives over all ranks.
     """
 
-    prompt_position: int | None
+    prompt_position: int | None = None
     """With dynamic sampling: position of the first prompt of the next step; else None."""
+    prompts: str | None = None
+    """Fingerprint of the run's prompts. Before `begin` it is the checkpoint's, or None."""
+    notices: tuple[str, ...] = ()
+    """What the run's user should see of the checkpoint."""
+
+    def __init__(self, control: Connection, ranks: Ranks) -> None:
+        self._control = control
+        self._ranks = ranks
 
     def begin(self, start: int) -> None:
         """Tell the orchestrator that the trainer is ready and starts with step `start`."""
+        self._tell_ready(start, None, None)
+
+    def _tell_ready(self, start: int, prompt_position: int | None, prompts: str | None) -> str | None:
+        """Return the fingerprint of the orchestrator's prompts."""
+        ready = messages.Ready(
+            start=start,
+            prompt_position=prompt_position,
+            prompts=prompts,
+            replica_groups=self._ranks.replica_groups,
+            notices=self.notices,
+        )
+        return self._ranks.from_first(lambda: self._control.ask(ready)).fingerprint
 
     def publish(self, model: PublishedModel, version: int) -> float:
         """Give every instance exactly this version of the policy. Return the seconds that this blocked the trainer."""
+        return 0.0
 
     @property
     def sent_bytes(self) -> int:
         """Bytes of weights that this rank sent in the last publish."""
+        return 0
 
     def verify(self, model: PublishedModel, version: int) -> None:
         """Check, after `publish`, that the instances compute with the policy's weights.
@@ -96,54 +116,22 @@ class Rollouts(Protocol):
 
         `prepare` may be called with a window before the window is yielded, from another thread.
         """
+        raise NotImplementedError
 
     def heartbeat(self) -> None:
-        """Send a sign of life during long work without other requests. Collective over the replica group.
-
-        Raises the error that has ended the run, if there is one.
-        """
-
-    def failed(self, error: MetronomeError) -> None:
-        """Tell the orchestrator, and through it the other replica groups, that this replica group has failed with an
-        error."""
-
-
-class _PlaneRollouts:
-    """What both kinds of rollouts tell the orchestrator."""
-
-    prompt_position: int | None = None
-    prompts: str | None = None
-    """Fingerprint of the run's prompts. Before `begin` it is the checkpoint's, or None."""
-    notices: tuple[str, ...] = ()
-    """What the run's user should see of the checkpoint."""
-
-    def __init__(self, control: Connection, ranks: Ranks) -> None:
-        self._control = control
-        self._ranks = ranks
-
-    def _tell_ready(self, start: int, prompt_position: int | None, prompts: str | None) -> str | None:
-        """Tell the orchestrator that the trainer is ready. Return the fingerprint of its prompts."""
-        ready = messages.Ready(
-            start=start,
-            prompt_position=prompt_position,
-            prompts=prompts,
-            replica_groups=self._ranks.replica_groups,
-            notices=self.notices,
-        )
-        return self._ranks.from_first(lambda: self._control.ask(ready)).fingerprint
-
-    def heartbeat(self) -> None:
-        """Send a sign of life from the replica group's leader."""
+        """Send a sign of life from the replica group's leader, during long work without other requests. Raises the
+        error that has ended the run, if there is one."""
         beat = messages.Heartbeat(replica_group=self._ranks.replica_group)
         self._ranks.from_leader(lambda: self._control.ask(beat))
 
     def failed(self, error: MetronomeError) -> None:
-        """Report the error from the replica group's leader."""
+        """Tell the orchestrator, and through it the other replica groups, that this replica group has failed with an
+        error. Its leader does."""
         if self._ranks.leader:
             self._control.tell_failure(error)
 
 
-class LiveRollouts(_PlaneRollouts):
+class LiveRollouts(Rollouts):
     """The running instances, reached through the plane."""
 
     def __init__(
@@ -290,28 +278,12 @@ class LiveRollouts(_PlaneRollouts):
         return [open_group(row, given.batch, reward_weights=weights) for row in given.rows]
 
 
-class ReplayedRollouts(_PlaneRollouts):
+class ReplayedRollouts(Rollouts):
     """A record instead of instances: nothing is published or started."""
-
-    sent_bytes = 0
 
     def __init__(self, path: Path, control: Connection, ranks: Ranks, config: Config) -> None:
         super().__init__(control, ranks)
         self._replay = Replay(path, ranks.replica_group, config.train.prompts_per_step, config.reward_weights)
-
-    def begin(self, start: int) -> None:
-        """Tell the orchestrator that the trainer is ready."""
-        self._tell_ready(start, None, None)
-
-    def publish(self, model: PublishedModel, version: int) -> float:
-        """Return 0: there are no instances."""
-        return 0.0
-
-    def verify(self, model: PublishedModel, version: int) -> None:
-        """Do nothing: nothing was published."""
-
-    def start(self, step: int) -> None:
-        """Do nothing: there is nothing to start."""
 
     def windows(self, step: int, prepare: Prepare) -> Iterator[list[Group]]:
         """Yield the replica group's recorded windows of the step in recorded order, then wait until all replica groups

@@ -41,7 +41,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from engine.platform.parallel import STORE
-from engine.run.commands import TRAINER_RANK
+from engine.run.commands import SCORER_RANK, TRAINER_RANK
 from engine.run.logs import log_error
 from engine.run.process import LIFELINE, hold_lifeline, watch_lifeline
 from engine.wire.address import split_address
@@ -212,7 +212,7 @@ def run_ranks(
     `serves`: whether this node serves the store at `rendezvous`, where the nodes and the ranks meet; `module`: the
     module that each rank runs.
     """
-    name = module.split(".")[1]
+    name = "scorer" if module == SCORER_RANK else "trainer"
     register_rendezvous()
     _kill_soon()
     lifeline = hold_lifeline()
