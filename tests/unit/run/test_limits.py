@@ -54,7 +54,7 @@ def test_instances_that_join_are_counted_and_samples_of_an_evaluation(monkeypatc
 
 
 def test_the_ranks_of_a_scorer_are_counted(monkeypatch):
-    monkeypatch.setattr(tree, "usable_cores", lambda: [0])
+    monkeypatch.setattr(tree, "usable_cores", lambda: {0})
     with_scorer = config_of(
         {"algorithm.kl_coef": 0.1, "stages.reference.tensor": 2, "stages.reference.data": 2, "platform.device": "cuda"}
     )
