@@ -28,7 +28,7 @@ from tasks.cluster.watchdog import PENDING_S
 
 pytestmark = [pytest.mark.stack, pytest.mark.timeout(900)]
 
-PREFECT = [sys.executable, "-m", "prefect", "--no-prompt"]
+RUN = [sys.executable, "-m", "prefect", "--no-prompt", "deployment", "run"]
 METRONOME = [sys.executable, "-m", "flows.cli"]
 
 
@@ -36,6 +36,12 @@ def call(command, environment, timeout=300, cwd=ROOT):
     done = subprocess.run(command, env=environment, cwd=cwd, capture_output=True, text=True, timeout=timeout)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return done.stdout
+
+
+def train(environment, deployment, timeout, **parameters):
+    """Run a deployment to its end with some parameters, as Prefect's command does."""
+    given = [part for name, value in parameters.items() for part in ("--param", f"{name}={json.dumps(value)}")]
+    call([*RUN, deployment, *given, "--watch"], environment, timeout)
 
 
 def flow_runs(api, deployment):
@@ -206,11 +212,9 @@ def test_the_scheduler_shows_tomorrows_nightly_run(deployed):
 
 def test_a_run_from_the_form_to_its_evaluation(deployed, environment, tiny_model, messages):
     api, _, folder = deployed
-    settings = json.dumps({"name": "day", "learning_rate": 0.001})
-    command = [*PREFECT, "deployment", "run", "metronome/pipeline", "--param", f"settings={settings}", "--watch"]
     refused = start(api, "prepare", {"overrides": ["foo=bar"]})  # it fails while the other trains
     with listening() as seen:
-        call(command, environment, 400)
+        train(environment, "metronome/pipeline", 400, settings={"name": "day", "learning_rate": 0.001})
         flow_run = wait_for_runs(api, "pipeline", "COMPLETED")["id"]
         wait_for_runs(api, "evaluate", "COMPLETED", of="day")  # nobody asked for it: the automation did
     _check_sockets(seen)
@@ -267,12 +271,7 @@ def latest(deployed, environment):
         return [int(one.version) for one in _registered(environment["MLFLOW_TRACKING_URI"])]
 
     if not versions():
-        settings = json.dumps({"name": "first", "learning_rate": 0.001})
-        call(
-            [*PREFECT, "deployment", "run", "metronome/pipeline", "--param", f"settings={settings}", "--watch"],
-            environment,
-            400,
-        )
+        train(environment, "metronome/pipeline", 400, settings={"name": "first", "learning_rate": 0.001})
     return max(versions())
 
 
@@ -281,32 +280,16 @@ def test_instances_of_the_rollout_pool_train_and_evaluate_a_run(deployed, enviro
     """The pipeline starts no instance itself: without those that the pool's worker joins
     to it there is not one response."""
     api, _, folder = deployed
-    parameters = {
-        "settings": {"name": "pooled", "learning_rate": 0.01},
-        "on_rollout_pool": 1,
-        "continue_from": "latest",
-    }
-    given = [part for name, value in parameters.items() for part in ("--param", f"{name}={json.dumps(value)}")]
     [pipeline] = [one for one in post_json(f"{api}/deployments/filter", {}) if one["name"] == "pipeline"]
-    sets = [
-        *pipeline["parameters"]["overrides"],
-        "rollout.instances=0",
-        "rollout.wait_s=150",
-        "rollout.deterministic=true",
-    ]
-    call(
-        [
-            *PREFECT,
-            "deployment",
-            "run",
-            "metronome/pipeline",
-            *given,
-            "--param",
-            f"overrides={json.dumps(sets)}",
-            "--watch",
-        ],
+    sets = ["rollout.instances=0", "rollout.wait_s=150", "rollout.deterministic=true"]
+    train(
         environment,
+        "metronome/pipeline",
         500,
+        settings={"name": "pooled", "learning_rate": 0.01},
+        on_rollout_pool=1,
+        continue_from="latest",
+        overrides=[*pipeline["parameters"]["overrides"], *sets],
     )
     pooled = folder / "pooled"
     assert len((pooled / "steps.jsonl").read_text().splitlines()) == 2
@@ -330,16 +313,7 @@ def test_instances_of_the_rollout_pool_train_and_evaluate_a_run(deployed, enviro
 def test_a_training_is_evaluated_by_itself(deployed, environment):
     """Of the flow `train`, which does not evaluate."""
     api, _, folder = deployed
-    command = [
-        *PREFECT,
-        "deployment",
-        "run",
-        "train/train",
-        "--param",
-        f"settings={json.dumps({'name': 'trained'})}",
-        "--watch",
-    ]
-    call(command, environment, 400)
+    train(environment, "train/train", 400, settings={"name": "trained"})
     wait_for_runs(api, "train", "COMPLETED")
     wait_for_runs(api, "evaluate", "COMPLETED", of="trained")
     [evaluation] = read_lines(folder / "trained/evaluations.jsonl")

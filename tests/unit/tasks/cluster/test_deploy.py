@@ -3,12 +3,11 @@
 import json
 
 import pytest
-import yaml
 
 from engine.config.recipe import load_config
 from engine.errors import BadInput
 from tasks.cluster import deploy, watchdog
-from tasks.cluster.deploy import FILE, Choices, read_deployments
+from tasks.cluster.deploy import Choices, read_deployments
 from tasks.cluster.watchdog import TAG
 
 RECIPE = "infra/recipes/quickstart.toml"
@@ -38,12 +37,6 @@ def test_choices_reach_the_deployments():
     # a limit on the queue `default` must not hold back the nodes of a run that has begun
     queues = {name: one["work_pool"].get("work_queue_name", "default") for name, one in found.items()}
     assert queues == dict.fromkeys(found, "default") | {"join-training": "nodes"}
-
-
-def test_nothing_is_scheduled_that_nobody_asked_for():
-    assert [name for name, one in deployments().items() if one.get("schedules")] == []
-    as_they_stand = yaml.safe_load(FILE.read_text())["deployments"]
-    assert [each["active"] for one in as_they_stand for each in one.get("schedules", ())] == [False, False]
 
 
 def test_scheduled_runs_take_their_instances_from_the_rollout_pool():

@@ -122,13 +122,3 @@ def test_a_run_keeps_its_slot_until_it_begins_or_is_taken_for_dead():
     limits = [one["concurrency_limit"] for one in deployments if "concurrency_limit" in one]
     assert len(limits) == 3
     assert {one["grace_period_seconds"] for one in limits} == {PENDING_S + SILENCE_S}
-
-
-def test_a_deploy_sees_when_a_watchdog_has_last_looked(monkeypatch):
-    kept = {}
-    monkeypatch.setattr(Variable, "set", lambda name, value, overwrite: kept.update({name: value}))
-    monkeypatch.setattr(Variable, "get", kept.get)
-    monkeypatch.setattr(watchdog, "get_client", lambda sync_client: nullcontext(Server([])))
-    assert watchdog.last_seen() is None
-    sweep(Limits())
-    assert 0 <= watchdog.last_seen() < 60

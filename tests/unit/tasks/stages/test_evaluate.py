@@ -4,6 +4,7 @@ import asyncio
 import json
 import shutil
 from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ from engine.evaluation.results import Subject, done_before, record_evaluation
 from engine.orchestrator import standalone_evaluation as evaluation
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
-from engine.types import Group, Response, Score
+from support.groups import group
 from support.runs import config_of
 from tasks.stages import evaluate
 
@@ -41,20 +42,8 @@ def evaluated(config, model, version, seconds=1.0):
     folder = RunFolder(config.folder)
     config = with_evaluation_context(config)
     [benchmark] = encode_benchmarks(config, read_benchmarks(config), Tokenizer(model))
-    response = Response(
-        token_ids=(1, 2),
-        logprobs=(0.0, 0.0),
-        versions=((0, version),),
-        loss_mask=(True, True),
-        finish_reason="stop",
-        text="?",
-        seed=0,
-        instance="i",
-    )
-    groups = [
-        Group(step=0, index=index, prompt=prompt, responses=(response,), scores=(Score(0.0),))
-        for index, prompt in enumerate(benchmark.prompts)
-    ]
+    made = group(0, version, rewards=(0.0,))
+    groups = [replace(made, index=index, prompt=prompt) for index, prompt in enumerate(benchmark.prompts)]
     return asyncio.run(
         record_evaluation(
             config=config,

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import threading
 import time
+from dataclasses import replace
 from hashlib import sha256
 from importlib import metadata
 
@@ -21,7 +22,8 @@ from engine.orchestrator.in_run_evaluation import dropped_file
 from engine.run.files import append_line, read_lines
 from engine.run.folder import RunFolder, dump_config
 from engine.run.run_file import RunStart, update_run
-from engine.types import Group, Prompt, Response, Score
+from engine.types import Prompt
+from support import groups
 from support.run_folders import write_report
 from tasks.tracking import code_version, evaluation_texts, evaluations, tracked_run
 from tasks.tracking.champion_alias import update_champion
@@ -43,28 +45,11 @@ def output(tmp_path_factory):
 
 def group(index, right):
     """A problem with so many right answers of SAMPLES."""
+    made = groups.group(0, 2, rewards=[float(n < right) for n in range(SAMPLES)], statuses=["ok"] * SAMPLES)
     texts = [f"#{7 if number < right else number}" for number in range(SAMPLES)]
-    responses = tuple(
-        Response(
-            token_ids=(1, 2),
-            logprobs=(0.0, 0.0),
-            versions=((0, 2),),
-            loss_mask=(True, True),
-            finish_reason="stop",
-            text=text,
-            seed=0,
-            instance="i",
-        )
-        for text in texts
-    )
-    scores = tuple(Score(float(number < right)) for number in range(SAMPLES))
-    return Group(
-        step=0,
-        index=index,
-        prompt=Prompt(f"problem-{index}", f"{index}?", "7", (1,)),
-        responses=responses,
-        scores=scores,
-    )
+    responses = [replace(one, text=text, finish_reason="stop") for one, text in zip(made.responses, texts, strict=True)]
+    prompt = Prompt(f"problem-{index}", f"{index}?", "7", (1,))
+    return replace(made, index=index, prompt=prompt, responses=tuple(responses))
 
 
 def finished(output, name, right, **evaluate):

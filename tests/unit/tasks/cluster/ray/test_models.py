@@ -29,41 +29,48 @@ def no_read(name, offset):
     raise AssertionError(f"{name} was fetched")
 
 
-def test_the_launchers_folder_is_used_where_it_has_the_same_files(model):
-    place, held = model_here(str(model), find_digests(model), no_read)
-    with held:
-        assert place == model
+def source(model):
+    return ModelSource(str(model)).piece
 
 
-def test_a_copy_is_fetched_once_and_its_files_are_the_launchers(model, tmp_path):
+def copies():
+    return [one for one in ray_models._copies().iterdir() if one.is_dir()]
+
+
+def test_the_launchers_folder_is_used_where_it_has_the_same_files_and_else_a_copy_that_is_fetched_once(model, tmp_path):
     digests = find_digests(model)
+    assert model_here(str(model), digests, no_read)[0] == model
     elsewhere = str(tmp_path / "elsewhere")
-    place, _ = model_here(elsewhere, digests, ModelSource(str(model)).piece)
+    place, _ = model_here(elsewhere, digests, source(model))
     assert {file.name for file in place.iterdir()} == {"config.json", "model.safetensors", "tokenizer.json"}
     assert find_digests(place) == digests
     assert model_here(elsewhere, digests, no_read)[0] == place
     (place / "model.safetensors").write_text("Weights")  # damaged: fetched again
-    assert model_here(elsewhere, digests, ModelSource(str(model)).piece)[0] == place
+    assert model_here(elsewhere, digests, source(model))[0] == place
     assert find_digests(place) == digests
-
-
-def test_another_model_under_the_same_path_is_not_used(model, tmp_path):
-    digests = find_digests(model)
-    source = ModelSource(str(model.rename(tmp_path / "launcher")))
-    model.mkdir()
+    read = source(model.rename(tmp_path / "launcher"))
+    model.mkdir()  # another model under the same path
     (model / "config.json").write_text("{}")
     (model / "model.safetensors").write_text("wEights")
-    place, _ = model_here(str(model), digests, source.piece)
-    assert place != model
-    assert find_digests(place) == digests
+    assert model_here(str(model), digests, read)[0] == place
 
 
-def test_a_file_that_arrives_with_another_digest_is_refused_by_name(model):
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (
+            lambda model: (model / "model.safetensors").write_text("other"),
+            "model.safetensors has changed since the run",
+        ),
+        (lambda model: model.rename(model.with_name("moved")), "model/config.json is gone since the run began"),
+    ],
+)
+def test_a_file_that_is_gone_or_arrives_with_another_digest_is_refused_by_name(model, change, said):
     digests = find_digests(model)
-    (model / "model.safetensors").write_text("other weights")
-    with pytest.raises(BadInput, match=r"model.safetensors has changed since the run began"):
-        model_here(str(model), digests, ModelSource(str(model)).piece)
-    assert not [one for one in ray_models._copies().iterdir() if one.is_dir() and one.suffix != ".partial"]
+    change(model)
+    with pytest.raises(BadInput, match=said):
+        model_here("gone", digests, source(model))
+    assert [one for one in copies() if one.suffix != ".partial"] == []
 
 
 class Interrupted(Exception):
@@ -73,7 +80,7 @@ class Interrupted(Exception):
 def counted(model, most=sys.maxsize):
     """A `read` that ends the fetch after `most` pieces, and what was asked of it."""
     asked = []
-    read = ModelSource(str(model)).piece
+    read = source(model)
 
     def piece(name, offset):
         asked.append((name, offset))
@@ -91,7 +98,7 @@ def test_a_fetch_that_was_interrupted_goes_on_where_it_was(model):
         read, _ = counted(model, most)
         with pytest.raises(Interrupted):
             model_here("gone", digests, read)
-        (partial,) = [one for one in ray_models._copies().iterdir() if one.is_dir()]
+        (partial,) = copies()
         before = {file.name: file.stat().st_size for file in partial.iterdir()}
         read, asked = counted(model)
         place, held = model_here("gone", digests, read)
@@ -109,7 +116,7 @@ def test_the_beginning_of_another_file_is_fetched_again_once_and_then_refused(mo
     read, _ = counted(model, 3)
     with pytest.raises(Interrupted):
         model_here("gone", digests, read)
-    (partial,) = [one for one in ray_models._copies().iterdir() if one.is_dir()]
+    (partial,) = copies()
     (partial / "model.safetensors").write_text("WEI")
     read, asked = counted(model)
     place, held = model_here("gone", digests, read)
@@ -130,16 +137,8 @@ def test_the_beginning_of_another_file_is_fetched_again_once_and_then_refused(mo
     assert ("config.json", 0) not in asked  # it has stayed
 
 
-def test_a_model_that_is_gone_from_the_launchers_node_is_bad_input(model, tmp_path):
-    digests = find_digests(model)
-    source = ModelSource(str(model))
-    model.rename(tmp_path / "elsewhere")
-    with pytest.raises(BadInput, match=r"model/config.json is gone since the run began"):
-        model_here(str(model), digests, source.piece)
-
-
 def test_copies_that_nobody_uses_go_and_those_in_use_stay(model, tmp_path):
-    read = ModelSource(str(model)).piece
+    read = source(model)
     held = []
     free = []
     for kept, text in ((held, "one"), (free, "two")):
@@ -157,7 +156,7 @@ def test_copies_that_nobody_uses_go_and_those_in_use_stay(model, tmp_path):
 
 def test_a_copy_that_is_about_to_be_used_is_not_removed_by_the_fetch_of_another_model(model, monkeypatch):
     digests = find_digests(model)
-    copy, held = model_here("gone", digests, ModelSource(str(model)).piece)
+    copy, held = model_here("gone", digests, source(model))
     held.close()
     os.utime(copy, (0, time.time() - ray_models.UNUSED_S - 60.0))
     same = ray_models._same
@@ -177,7 +176,7 @@ def test_a_copy_that_is_about_to_be_used_is_not_removed_by_the_fetch_of_another_
 
 
 def test_a_node_keeps_one_copy_of_evaluated_policies_and_those_in_use(model):
-    read = ModelSource(str(model)).piece
+    read = source(model)
     _, trained = model_here("gone", find_digests(model), read)
     trained.close()
     places = []
@@ -189,7 +188,7 @@ def test_a_node_keeps_one_copy_of_evaluated_policies_and_those_in_use(model):
         locks.append(held)
         if text != "first":
             held.close()
-    left = {one for one in ray_models._copies().iterdir() if one.is_dir()}
+    left = {*copies()}
     assert {place in left for place in places[1:3]} == {False}
     assert left >= {places[0], places[3]}
     assert len(left) == 3
