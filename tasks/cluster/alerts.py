@@ -26,8 +26,6 @@ OFF = "off"
 """The value of --notify that removes the alerts."""
 WAIT_MINUTES = 30
 """Minutes that a run may wait for a worker before a message says so."""
-CRASHED_S = 600.0
-"""Seconds within which the watchdog must resume a crashed run; it takes one minute."""
 
 _TEXT = "{{subject}}\n{{body}}"
 FORMATS: Mapping[str, dict[str, Any]] = {
@@ -120,7 +118,7 @@ def build_alerts(block: UUID, ui: str, wait_minutes: float = WAIT_MINUTES, kind:
     flow = _body(f"flow_run.state.message{short}", "flow_run.id", f"flow_run.labels['{FOLDER}']{safe}", ui)
     own = _body(f"event.payload.figures{short}", "event.payload.flow_run", f"event.payload.folder{safe}", ui)
     resumed = {*_TAKEN, *_OVER, "prefect.flow-run.Scheduled", "prefect.flow-run.AwaitingRetry"}
-    not_resumed = _missing({"prefect.flow-run.Crashed"}, resumed, CRASHED_S)
+    not_resumed = _missing({"prefect.flow-run.Crashed"}, resumed, 600.0)  # the watchdog takes one minute
     waiting = f"{run} has waited for a worker for {wait_minutes:g} minutes"
     not_taken = _missing(_WAITS, _TAKEN | _OVER, 60.0 * wait_minutes)
     alerts = (

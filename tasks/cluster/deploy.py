@@ -152,8 +152,6 @@ NIGHTLY_EVALUATION = "0 6 * * *"
 """Cron lines of --schedule."""
 LIMITS = 200
 """Number of limits that Prefect gives in one reply."""
-UNSEEN_S = 300.0
-"""Seconds after which a watchdog that has not looked at the server's runs counts as not there."""
 BEFORE = (
     *("metronome: resume a crashed run", "metronome: a run is silent", "metronome: a run does not begin"),
     *("metronome: a process does not begin", "metronome: a run crashes again and again"),
@@ -456,10 +454,10 @@ def _row(one: Mapping[str, Any]) -> str:
 
 def _who_resumes() -> str:
     seen = watchdog.last_seen()
-    if seen is not None and seen < UNSEEN_S:
+    if seen is not None and seen < watchdog.SILENCE_S:
         return f"resumed by the watchdog, which looked {max(0.0, seen):.0f} s ago"
     start = shlex.join([sys.executable, "-m", "tasks.cluster.watchdog"])
-    return f"NOT resumed: no watchdog has looked within {UNSEEN_S / 60:.0f} minutes; start one: {start}"
+    return f"NOT resumed: no watchdog has looked within {watchdog.SILENCE_S / 60:.0f} minutes; start one: {start}"
 
 
 def _worker_command(pool: str, kind: str, choices: Choices) -> str:

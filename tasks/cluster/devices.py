@@ -29,8 +29,6 @@ LEASE_S = 120.0
 """Seconds after which the NPUs of a killed run are free again; Prefect's default is 300 s. A living run renews its
 lease every 90 s, with three attempts within a few seconds. If the server answers none of them, the run loses its lease.
 """
-WAIT_S = 24 * 3600.0
-"""Seconds (a day) after which a run that gets no NPUs gives up."""
 TOO_MANY = 422
 """HTTP status of Prefect's server for a request of more slots than the limit has in total."""
 NPU_MANAGER = Path("/dev/davinci_manager")
@@ -82,12 +80,12 @@ def visible_cuda_devices() -> int:
 
 
 @contextmanager
-def hold_devices(count: int, limit: str = NPUS, wait_s: float = WAIT_S) -> Iterator[None]:
+def hold_devices(count: int, limit: str = NPUS, wait_s: float = 86400.0) -> Iterator[None]:
     """Hold `count` slots of a limit during the body. They are all taken at once, so two runs cannot block each other.
 
     A run that loses its lease is ended, because two runs on one device would both fail. CUDA devices and CPU slots are
-    not counted if their limit does not exist; 0 slots need none. Raises DeadlineError after `wait_s`, and BadInput if
-    the limit is less than `count` or, for NPUs, does not exist.
+    not counted if their limit does not exist; 0 slots need none. Raises DeadlineError after `wait_s`, by default a day,
+    and BadInput if the limit is less than `count` or, for NPUs, does not exist.
     """
     if not count:
         yield

@@ -19,7 +19,6 @@ from engine.run.process import python_command
 
 GRACE_S = 50.0
 """Seconds that runs have to save and end, less than the 60 s after which infra/ has a worker killed."""
-POLL_S = 0.5
 FLOW_RUN = "PREFECT__FLOW_RUN_ID"
 
 
@@ -30,7 +29,7 @@ def main() -> int:
         signal.signal(number, lambda *_: asked.set())
     # in a session of its own, or Ctrl-C would reach it as well
     worker = subprocess.Popen(python_command("prefect", "worker", "start", *sys.argv[1:]), start_new_session=True)
-    while not asked.wait(POLL_S):
+    while not asked.wait(0.5):
         if worker.poll() is not None:
             return worker.returncode
     log_line(f"stopping: the runs save a checkpoint, for up to {GRACE_S:g} s")

@@ -23,8 +23,8 @@ from engine.run.process import Child, python_command, watch_lifeline
 from tasks.cluster.prefect_api import CLIENT_AUTH, server_environment
 
 STARTUP_S = 180.0
-"""Time limit of the start in seconds; it takes 7 s on an idle machine, and 14 s the first time (it creates the
-database)."""
+"""Time limit of the start of servers in seconds; an idle machine takes 7 s, and 15 s the first time, when databases are
+created."""
 
 
 @contextmanager

@@ -39,8 +39,6 @@ they can be cancelled even if the process that started them was killed."""
 NODE_END_S = 60.0
 """Seconds that a node has to end after the training before it is cancelled. Its ranks end with those of the
 orchestrator."""
-STOP_S = 8.0
-"""Seconds that the ranks of a node have to end before they are killed."""
 
 
 @contextmanager
@@ -193,4 +191,4 @@ def run_node(folder: Path, wait_s: float) -> None:
         if child.process.returncode:
             raise ProcessDied(f"{child.name} {child.how_it_ended()}")
     finally:
-        child.stop(STOP_S)
+        child.stop(8.0)  # seconds that its ranks have to end

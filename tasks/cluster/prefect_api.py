@@ -17,8 +17,6 @@ ORIGINS = "PREFECT_SERVER_CORS_ALLOWED_ORIGINS"
 """Environment variable of the server: the origins whose pages a browser lets read its replies. Prefect's default is
 all."""
 
-REPLY_S = 30.0
-"""Seconds within which the server must reply."""
 VACUUM = "PREFECT_SERVER_SERVICES_DB_VACUUM_ENABLED"
 """Environment variable of the server: what it deletes by itself. Orphans are the logs and artifacts of deleted flow
 runs."""
@@ -29,7 +27,7 @@ def post_json(url: str, body: Mapping[str, Any], auth: str | None = None) -> Any
     request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
     if auth := auth or os.environ.get(CLIENT_AUTH):
         request.add_header("Authorization", basic_auth(auth))
-    with urllib.request.urlopen(request, timeout=REPLY_S) as reply:
+    with urllib.request.urlopen(request, timeout=30.0) as reply:
         return json.load(reply)
 
 

@@ -19,10 +19,6 @@ from engine.run.vllm_command import VISIBLE, device_of, visible_devices, vllm_in
 from engine.wire.address import orchestrator_address, split_address
 from tasks.terminal.console import say
 
-POLL_S = 1.0
-STOP_S = 10.0
-"""Seconds that instances have to leave the run before they are killed."""
-
 
 def serve_until_the_run_ends(config: Config, join: str, count: int, host: str) -> None:
     """Start `count` instances that join a run. End them when its orchestrator has not answered for rollout.wait_s, or
@@ -46,7 +42,7 @@ def serve_until_the_run_ends(config: Config, join: str, count: int, host: str) -
                 children.append(Child(f"rollout instance {name}", [*serve, "--name", name], log, mine))
             _accompany(children, join, config.rollout)
         finally:
-            stop_all(children, STOP_S)
+            stop_all(children, 10.0)  # seconds that they have to leave the run
 
 
 def own_devices(config: Config, count: int) -> list[dict[str, str]]:
@@ -84,7 +80,7 @@ def _accompany(children: Sequence[Child], join: str, rollout: Rollout) -> None:
                 child.check_alive()
         elif time.monotonic() - heard > rollout.patience(met)[0]:
             break
-        time.sleep(POLL_S)
+        time.sleep(1.0)
     if not met:
         limit, key = rollout.patience(met)
         raise DeadlineError(f"no orchestrator answers at {join} within {limit:.0f} s ({key}): has the run started?")

@@ -23,15 +23,12 @@ from pathlib import Path
 from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.run.logs import log_error
 from engine.run.process import Child, drop_lifeline, python_command, stop_all, watch_lifeline
+from tasks.cluster.local_server import STARTUP_S
 from tasks.cluster.prefect_api import CLIENT_AUTH, server_environment
 
 HOST = "127.0.0.1"
 ENV = "env"
 """File in the servers' folder with the variables for other shells: `. runs/services/env`."""
-STARTUP_S = 180.0
-"""Time limit of the start in seconds. An idle machine needs 15 s the first time, when databases are created."""
-STOP_S = 8.0
-"""Seconds that servers have to end before they are killed."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +149,7 @@ def _serve(folder: Path, prefect: int, mlflow: int, asked: threading.Event) -> N
         while not asked.wait(1.0):
             _check(children)
     finally:
-        stop_all(children[::-1], STOP_S)
+        stop_all(children[::-1], 8.0)
 
 
 def _check(children: list[Child]) -> None:

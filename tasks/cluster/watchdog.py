@@ -57,8 +57,6 @@ STARTS = 10
 """Number of starts within `STARTS_WITHIN_S` after which a run ends that dies before it can count its attempts
 (run.resumes)."""
 STARTS_WITHIN_S = 1800.0
-SWEEP_S = 30.0
-"""Seconds between two looks."""
 FORGOTTEN_S = 3600.0
 """Seconds after a crash during which a run is resumed."""
 SEEN = "metronome_watchdog"
@@ -162,7 +160,7 @@ def main() -> None:
     watch_lifeline()
     parser = argparse.ArgumentParser(description="resumes crashed runs")
     for option, default, what in (
-        ("--every", SWEEP_S, "between two looks"),
+        ("--every", 30.0, "between two looks"),
         ("--after", DELAY_S, "between a crash and the resume"),
         ("--silence", SILENCE_S, "without a heartbeat after which a run is dead"),
         ("--pending", PENDING_S, "within which a run must begin"),

@@ -172,11 +172,7 @@ LIST = (
     "import json, importlib.metadata as m; "
     "print(json.dumps([[d.metadata['Name'], d.version] for d in m.distributions()]))"
 )
-LIST_S = 60.0
-"""Time limit in seconds for the interpreter of the other environment."""
 
-REACH_S = 5.0
-"""Seconds in which a server must answer."""
 FINE = ("ok", "slow", "hint", "warning")
 """First words of lines that do not prevent a run."""
 
@@ -251,7 +247,7 @@ def _run_folders() -> list[str]:
 
 
 def check_servers() -> list[str]:
-    """Lines on the servers that this shell's commands use: which, and whether each answers within REACH_S."""
+    """Lines on the servers that this shell's commands use: which, and whether each answers within five seconds."""
     servers = (
         ("Prefect", "PREFECT_API_URL", "/health", "`metronome run` starts its own; `. runs/services/env` sets it"),
         ("MLflow", "MLFLOW_TRACKING_URI", "/health", "the file mlflow.db in run.output"),
@@ -270,7 +266,7 @@ def check_servers() -> list[str]:
         try:
             parts = urlsplit(url)
             bare = parts._replace(netloc=parts.netloc.rpartition("@")[2]).geturl().rstrip("/")
-            urllib.request.urlopen(f"{bare}{health}", timeout=REACH_S).close()
+            urllib.request.urlopen(f"{bare}{health}", timeout=5).close()
         except urllib.error.HTTPError as error:
             lines.append(f"ok        {name}: {bare} ({variable}) answers (HTTP {error.code})")
         except (OSError, http.client.HTTPException, ValueError) as error:  # also no HTTP, or no address
@@ -336,7 +332,7 @@ def _vllm(engine: str) -> list[str]:
 
 def _installed(python: str) -> dict[str, str]:
     """Versions by package name, as the interpreter of an environment reports them."""
-    done = subprocess.run([python, "-I", "-c", LIST], capture_output=True, text=True, timeout=LIST_S, check=True)
+    done = subprocess.run([python, "-I", "-c", LIST], capture_output=True, text=True, timeout=60, check=True)
     return {canonicalize_name(name): version for name, version in json.loads(done.stdout) if name}
 
 

@@ -37,7 +37,6 @@ PLACES = ("", "checkpoints", EXPORTED, "evaluations", "logs", "responses", "trac
 
 DOWNLOAD = re.compile(r"\.fetch-.*|[^.].*-\d+")
 """Names of policies from the registry (tasks.tracking.registered_policies). Models of other names are the user's."""
-DAY_S = 86400.0
 YOUNG_S = 3600.0
 """What changed so few seconds ago may be in use."""
 
@@ -141,7 +140,7 @@ def _by_rule(folders: Sequence[RunFolder], rule: Retention) -> list[RunFolder]:
     for age, folder in sorted(((now - _changed(one), one) for one in folders), key=lambda each: each[0]):
         name = read_run(folder.path).start.registered
         seen[name] = seen.get(name, 0) + 1
-        if seen[name] > rule.last and age > max(YOUNG_S, rule.days * DAY_S):
+        if seen[name] > rule.last and age > max(YOUNG_S, rule.days * 86400):
             old.append(folder)
     return old
 

@@ -28,8 +28,6 @@ from tasks.tracking.evaluation_texts import describe_evaluation
 
 FLOW_RUNS = 100
 """Number of newest flow runs that the server is asked for."""
-LOOK_S = 0.5
-"""Seconds between two looks at the logs that are followed."""
 REASON_LENGTH = 120
 """Characters of a reason in the list of runs; `status` has all of it."""
 _WELL = ("Running", "Finished", "Completed")
@@ -131,7 +129,7 @@ def show_logs(folder: RunFolder, process: str, lines: int, follow: bool) -> None
         if ended or not follow:
             return
         last = 0
-        time.sleep(LOOK_S)
+        time.sleep(0.5)
 
 
 def _logs(folder: RunFolder, process: str) -> list[Path]:

@@ -31,8 +31,6 @@ from tasks.terminal.console import print_error, say
 from tasks.terminal.interruption import say_stopping, signal_of
 from tasks.terminal.progress_display import show_progress, since_now
 
-POLL_S = 0.3
-"""Longest wait in seconds for an event, before the orchestrator is looked at."""
 PAUSE_S = 5.0
 """Longest silence in seconds that is counted between two reads."""
 STOP_S = 9.0
@@ -220,7 +218,7 @@ def _follow(child: Child, reader: EventReader, told: _Told, silence: Silence) ->
     """
     while True:
         code = child.process.poll()  # before the events are read, so that those of an ended one are all there
-        events = reader.read(POLL_S if code is None else 0.0)
+        events = reader.read(0.3 if code is None else 0.0)
         for kind, content in events:
             told.take(kind, content)
         if code is not None:

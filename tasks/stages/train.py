@@ -52,8 +52,6 @@ from tasks.tracking.evaluations import InRun
 
 UPDATE_S = 10.0
 """Seconds between updates. Each update is two requests to the Prefect server."""
-END_S = 5.0
-"""Time limit in seconds of the last update, when training ends."""
 
 
 class TrainingArtifacts:
@@ -75,7 +73,7 @@ class TrainingArtifacts:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._ended.set()
         if kind is None or issubclass(kind, Exception):  # a cancelled run does not wait for the server
-            self._thread.join(END_S)
+            self._thread.join(5.0)
 
     def __call__(self, row: Mapping[str, Any]) -> None:
         """Take the next line; returns at once."""

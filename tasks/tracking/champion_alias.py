@@ -25,15 +25,13 @@ from tasks.tracking.artifact_cells import markdown_text
 from tasks.tracking.code_version import code_version
 from tasks.tracking.mirror import TAG_LIMIT
 from tasks.tracking.registered_policies import CHAMPION
-from tasks.tracking.store import first_line
+from tasks.tracking.store import AWAY_S, first_line
 
 RESULTS = "policy_evaluation-{}.json"
 """Name, by version, of the run's artifact with the protocol and the mean score of every problem, for later comparisons.
 It is stored next to `policy/`."""
 REASON = "metronome.champion"
 """Tag of a version that says why it did or did not become champion."""
-COMPARE_S = 300.0
-"""Seconds to wait for another run that compares its policy with the champion."""
 
 
 def update_champion(name: str, version: str, folder: RunFolder, config: Config) -> ChampionVerdict:
@@ -49,7 +47,7 @@ def update_champion(name: str, version: str, folder: RunFolder, config: Config) 
     if own is not None:
         client.log_dict(made.run_id, own.as_dict(), RESULTS.format(version))
     lock = Path(config.run.output) / f".{name}.champion.lock"
-    with hold_lock(lock, f"the champion of {name}", COMPARE_S, print_error):
+    with hold_lock(lock, f"the champion of {name}", AWAY_S, print_error):
         return _challenge(client=client, made=made, own=own, folder=folder, config=config)
 
 

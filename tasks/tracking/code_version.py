@@ -12,8 +12,6 @@ from engine.config.recipe import HOME
 
 OURS = ("engine", "tasks", "flows", "infra")
 """Folders of the code that runs in production, including recipes and pool templates."""
-GIT_S = 60.0
-"""Time limit of git in seconds. To decide on "-dirty", git reads every file, which is slow on a shared disk."""
 
 
 def code_hash(*packages: str) -> str:
@@ -48,6 +46,7 @@ def _commit(home: Path) -> str:
         return ""
     command = ["git", "-C", str(home), "describe", "--always", "--dirty", "--abbrev=40", "--exclude", "*"]
     try:
-        return subprocess.run(command, capture_output=True, text=True, timeout=GIT_S, check=True).stdout.strip()
+        # to decide on "-dirty", git reads every file, which is slow on a shared disk
+        return subprocess.run(command, capture_output=True, text=True, timeout=60, check=True).stdout.strip()
     except subprocess.SubprocessError:  # another user's checkout or a slow disk must not cost a policy
         return "unknown"

@@ -18,7 +18,7 @@ from tasks.terminal.console import print_error
 from tasks.tracking.store import first_line
 
 CLOSE_S = 60.0
-"""Seconds that the end of a run or an evaluation waits for these trackers at most."""
+"""Seconds that the end of a run waits for MLflow, and that of a run or an evaluation for these trackers, at most."""
 
 Figures = Mapping[str, float]
 

@@ -27,7 +27,7 @@ from tasks.attempt import run_folder
 from tasks.terminal.console import own_program, print_error
 from tasks.terminal.progress_display import copied, show_progress, since_now
 from tasks.tracking.mirror import Mirror, MirrorThread
-from tasks.tracking.others import OtherTrackers, check_others
+from tasks.tracking.others import CLOSE_S, OtherTrackers, check_others
 from tasks.tracking.store import (
     STORE_ERRORS,
     first_line,
@@ -52,8 +52,6 @@ _ELSEWHERE = "name the store that has it, or delete that file: the run is then a
 NUMBER = "metronome.run_id"
 """Tag with the run's number (engine.run.identity). The checkpoints also have the number, so it survives the loss of the
 run folder."""
-FLUSH_S = 60.0
-"""Seconds that the end of a run waits for MLflow."""
 HURRY_S = 4.0
 """Seconds that the end of a failed or cancelled run waits for MLflow."""
 UI = "http://127.0.0.1:5000"
@@ -127,7 +125,7 @@ def track_run(config: Config, tags: Mapping[str, str] = NO_TAGS) -> Iterator[str
     try:
         yield run_id
         status = "FINISHED"
-        patience = FLUSH_S
+        patience = CLOSE_S
     except TakenOver:
         status = "RUNNING"  # the run continues in another process
         thread.stop()

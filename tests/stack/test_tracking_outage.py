@@ -80,7 +80,7 @@ def test_a_server_that_comes_back_gets_every_step_once(services, config, capsys)
 def test_a_server_that_stays_away_does_not_end_the_run_and_what_is_missing_is_named(
     services, config, capsys, monkeypatch
 ):
-    monkeypatch.setattr(tracked_run, "FLUSH_S", 2.0)
+    monkeypatch.setattr(tracked_run, "CLOSE_S", 2.0)
     server = services["mlflow"]
     with tracked_run.track_run(config) as run_id:
         do_step(config, 0)

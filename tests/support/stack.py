@@ -14,8 +14,9 @@ from engine.errors import DeadlineError
 from engine.run.process import Child, python_command, stop_all
 from support.guard import guarded_command
 from support.ports import free_port
+from tasks.cluster.local_server import STARTUP_S
 from tasks.cluster.prefect_api import CLIENT_AUTH, post_json
-from tasks.cluster.services import HOST, STARTUP_S, LoopbackServer, client_environment, mlflow_server, prefect_server
+from tasks.cluster.services import HOST, LoopbackServer, client_environment, mlflow_server, prefect_server
 
 BUCKET = "metronome"
 """Bucket that the S3 endpoint has from the start."""

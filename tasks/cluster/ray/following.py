@@ -38,7 +38,8 @@ from tasks.terminal.console import print_error, say
 from tasks.terminal.interruption import is_stopping
 
 LOOK_S = 2.0
-"""Seconds between two looks at the processes. A look at one costs the launcher and its node a few milliseconds."""
+"""Seconds between two looks at the processes, which cost a few milliseconds each, and at Ray itself, which must answer
+in as many."""
 BACKOFF_S = 1.0
 """Seconds before a process that ended is started again; each further time doubles them."""
 LONGEST_BACKOFF_S = 60.0
@@ -46,10 +47,6 @@ LONGEST_BACKOFF_S = 60.0
 MOST_DOUBLINGS = 10
 """Number of times from which on they are the most in any case: a larger power of 2 may be no float."""
 NEVER_AGAIN = "is not started again"
-ANSWER_S = 10.0
-"""Seconds in which an actor must answer that lives."""
-TOUCH_S = 2.0
-"""Seconds between two looks at Ray itself, and in which it must answer."""
 SILENCES = 10
 """Number of looks in a row without an answer after which a part of Ray is silent, and lost if it can't come back."""
 SPARE_S = 60.0
@@ -261,7 +258,7 @@ class Followed:
 
         asked = {part: part.actor.place.remote() for part in nodes if part.place is not None}
         if asked:
-            ray.wait([*asked.values()], num_returns=len(asked), timeout=ANSWER_S)
+            ray.wait([*asked.values()], num_returns=len(asked), timeout=10.0)
         for part, answer in asked.items():
             try:
                 ray.get(answer, timeout=0)
@@ -301,7 +298,7 @@ class Needed:
     address: str
     """Where it listens: "host:port"."""
     responds: Callable[[], bool] = lambda: True
-    """Asks it something, because what stands still may still listen. Whether it answered within TOUCH_S."""
+    """Asks it something, because what stands still may still listen. Whether it answered within LOOK_S."""
     wait_s: float = 0.0
     """Seconds for which a run goes on without it; 0 if it is gone for good."""
     silences: int = 0
@@ -313,7 +310,7 @@ class Needed:
         """Whether it answers now."""
         host, port = split_address(self.address, "Ray's address")
         try:
-            socket.create_connection((host, port), timeout=TOUCH_S).close()
+            socket.create_connection((host, port), timeout=LOOK_S).close()
         except OSError as error:
             return error.errno in NO_FILE  # which says nothing of Ray
         return self.responds()
@@ -366,7 +363,7 @@ class RayWatch:
             raise lost from None
 
     def _look_on(self) -> None:
-        while not self._ended.wait(TOUCH_S):
+        while not self._ended.wait(LOOK_S):
             for one in self._needed:
                 self._look_at(one)
             silent = max(self._needed, key=lambda one: one.silences)

@@ -22,8 +22,6 @@ from engine.run.progress import folder_size
 
 PIECE = 16 * 2**20
 """Bytes of a file that are read or fetched at a time."""
-FETCH_S = 3600.0
-"""Seconds without another byte for which an instance waits while another one fetches the same model."""
 PIECE_S = 300.0
 """Seconds in which the launcher's node must send a piece. It sends one at a time, to all nodes."""
 UNUSED_S = 7 * 86400.0
@@ -137,7 +135,7 @@ def model_here(
     partial = place.with_suffix(".partial")
     what = f"the copy {place} of {folder}"
     with (
-        hold_lock(place.with_suffix(FETCH), what, FETCH_S, progress=lambda: folder_size(partial)),
+        hold_lock(place.with_suffix(FETCH), what, 3600.0, progress=lambda: folder_size(partial)),
         ExitStack() as held,
     ):
         if not _same(place, digests):

@@ -36,7 +36,7 @@ from engine.wire.access_token import VARIABLE as TOKEN
 from engine.wire.access_token import own_token
 from engine.wire.address import bracket_host, split_address
 from tasks.attempt import run_folder
-from tasks.cluster.ray.following import TOUCH_S, Followed, Needed, RayWatch
+from tasks.cluster.ray.following import LOOK_S, Followed, Needed, RayWatch
 from tasks.cluster.ray.models import PlacedModel
 from tasks.cluster.ray.parts import (
     MODEL,
@@ -63,8 +63,6 @@ OWN_RECONNECT_S = 60.0
 SAVE_S = 120.0
 """Seconds, but at most half of those, by which a run ends before Ray's nodes do: their trainer ranks save a
 checkpoint."""
-LOST_S = 0.5
-"""Seconds between two looks whether Ray is lost while it is asked to take room back."""
 ASKED_S = 60.0
 """Seconds in which a node must say whether it has vLLM."""
 
@@ -187,7 +185,7 @@ def _head_responds() -> bool:
     import ray
 
     try:
-        ray._private.worker.global_worker.gcs_client.check_alive([], timeout=TOUCH_S)
+        ray._private.worker.global_worker.gcs_client.check_alive([], timeout=LOOK_S)
     except ray.exceptions.RayError:
         return False
     return True
@@ -226,7 +224,7 @@ def _ending(parts: Sequence[PlacedPart], growth: Growth, logs: Path, watch: RayW
         if watch.lost:
             return
         asked = in_thread("end", work)
-        while not watch.lost and not wait([asked], LOST_S).done:
+        while not watch.lost and not wait([asked], 0.5).done:
             pass
         if asked.done():
             asked.result()

@@ -47,7 +47,7 @@ def config(output, request):
 def quick(monkeypatch):
     monkeypatch.setattr(mirror, "EVERY_S", 0.05)
     monkeypatch.setattr(mirror, "AGAIN_S", 0.05)
-    monkeypatch.setattr(tracked_run, "FLUSH_S", 1.0)
+    monkeypatch.setattr(tracked_run, "CLOSE_S", 1.0)
 
 
 def add_steps(config, *steps, **figures):

@@ -242,7 +242,7 @@ def test_a_training_that_is_refused_for_the_lock_does_not_touch_the_run_in_mlflo
 def test_an_artifact_store_that_is_away_is_waited_for_and_leaves_no_figure_to_be_logged_twice(config, monkeypatch):
     """Longer than a run waits at its end."""
     monkeypatch.setattr(store, "RETRY_S", (0.02,))
-    monkeypatch.setattr(tracked_run, "FLUSH_S", 0.1)
+    monkeypatch.setattr(tracked_run, "CLOSE_S", 0.1)
     evaluated = config.model_copy(update={"run": Run(name="no-bucket", output=config.run.output)})
     add_evaluation(evaluated, {"step": 3, "benchmark": "b", "avg_at_k": 0.5})
     here = mlflow.MlflowClient.log_artifact
@@ -250,7 +250,7 @@ def test_an_artifact_store_that_is_away_is_waited_for_and_leaves_no_figure_to_be
 
     def back_later(*arguments):
         asked.append(time.monotonic())
-        if asked[-1] < asked[0] + 1.0:  # ten times FLUSH_S
+        if asked[-1] < asked[0] + 1.0:  # ten times CLOSE_S
             raise ConnectionError("no bucket")
         here(*arguments)
 

@@ -438,7 +438,7 @@ def needed(name):
 @pytest.fixture
 def quick_looks(monkeypatch):
     """And a handler of SIGTERM like the one of the command line."""
-    monkeypatch.setattr(ray_following, "TOUCH_S", 0.05)
+    monkeypatch.setattr(ray_following, "LOOK_S", 0.05)
     monkeypatch.setattr(ray_following, "SILENCES", 3)
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     yield
