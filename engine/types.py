@@ -33,7 +33,7 @@ class Prompt:
 @dataclass(frozen=True)
 class Response:
     """One sampled continuation of a prompt. Its sequences look like tuples; in a response received over the wire they
-    are views of its bytes (engine.wire.numbers)."""
+    are views of its bytes (engine.wire.columns.Numbers)."""
 
     token_ids: Sequence[int]
     """Sampled ids. If a stop token was sampled, it is the last one, and is trained."""

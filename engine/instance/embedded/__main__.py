@@ -49,8 +49,7 @@ def _run(options: argparse.Namespace) -> None:
 
 async def _serve(options: argparse.Namespace) -> None:
     from engine.data.tokenizer import Tokenizer
-    from engine.instance.embedded.backend import EmbeddedBackend
-    from engine.instance.embedded.engine_thread import EngineThread
+    from engine.instance.embedded.backend import EmbeddedBackend, EngineThread
     from engine.instance.embedded.server import EngineServer
     from engine.instance.embedded.text_routes import EmbeddedText
     from engine.instance.http import InstanceApp

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from engine import platform
 from engine.errors import DeadlineError
 from engine.run.process import Child, python_command, stop_all, watch_lifeline
-from engine.wire.rendezvous_store import serve_store
+from engine.wire.weights.groups import serve_store
 
 HOST = "127.0.0.1"
 POLL_S = 0.002

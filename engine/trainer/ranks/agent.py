@@ -45,7 +45,7 @@ from engine.run.commands import SCORER_RANK, TRAINER_RANK
 from engine.run.logs import log_error
 from engine.run.process import LIFELINE, hold_lifeline, watch_lifeline
 from engine.wire.address import split_address
-from engine.wire.rendezvous_store import serve_store
+from engine.wire.weights.groups import serve_store
 
 BACKEND = "metronome"
 """Name of this rendezvous in torch's registry."""

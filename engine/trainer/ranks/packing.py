@@ -19,7 +19,7 @@ from torch import Tensor
 
 from engine.model.layout import Layout, make_layout, split_responses
 from engine.types import Group, Prompt, Response
-from engine.wire.numbers import Numbers
+from engine.wire.columns import Numbers
 from engine.wire.routes import ROUTES, open_routes
 
 

@@ -25,7 +25,6 @@ from torch import Tensor
 from engine.errors import BadInput, DeadlineError, TransferError
 from engine.run.process import in_thread
 from engine.wire.address import address_towards, reachable_host
-from engine.wire.rendezvous_store import serve_store
 from engine.wire.weights.backends import BACKENDS, POLL_S, GroupBackend, Membership, group_device, use_device
 
 HOST = torch.device("cpu")
@@ -33,6 +32,23 @@ REACH_S = 10.0
 """Seconds to reach the sender. The sender listens before its address is sent, so more time would not help."""
 LOOK_S = 0.005
 """Seconds between two checks of the store."""
+
+
+def serve_store(host: str, timeout_s: float, port: int = 0) -> dist.TCPStore:
+    """Return a store that listens on this address only; port 0 means any free port. Raises OSError if it can't.
+
+    By default torch would listen on all addresses, and spend seconds on resolving the names of mapped addresses.
+    """
+    listening = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET)
+    return dist.TCPStore(
+        host_name=host,
+        port=int(listening.getsockname()[1]),
+        world_size=None,
+        is_master=True,
+        timeout=timedelta(seconds=timeout_s),
+        wait_for_workers=False,
+        master_listen_fd=listening.detach(),
+    )
 
 
 class Rendezvous:

@@ -14,8 +14,12 @@ from hypothesis import strategies as st
 from engine.errors import TransferError
 from engine.types import BatchScores, Group, Prompt, Response, Score
 from engine.wire.columns import (
+    FLAGS,
+    IDS,
     OWN,
+    REALS,
     REFERENCE,
+    Numbers,
     batch_scores,
     open_group,
     open_response,
@@ -24,7 +28,6 @@ from engine.wire.columns import (
     pack_response,
 )
 from engine.wire.messages import Window, pack, read_message
-from engine.wire.numbers import FLAGS, IDS, REALS, Numbers
 from support.groups import numbered_group
 
 

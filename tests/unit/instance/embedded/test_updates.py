@@ -10,9 +10,8 @@ import torch
 from safetensors.torch import load_file
 
 from engine.errors import BadInput, TransferError
-from engine.instance.embedded.backend import EmbeddedBackend
+from engine.instance.embedded.backend import EmbeddedBackend, EngineThread
 from engine.instance.embedded.engine import Conflict, Engine
-from engine.instance.embedded.engine_thread import EngineThread
 from engine.instance.embedded.rollout_model import RolloutModel
 from engine.instance.protocol import RequestLimits, Sampling
 from engine.wire.weights import bucket_file

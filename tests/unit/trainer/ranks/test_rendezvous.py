@@ -18,7 +18,7 @@ from torch.distributed.elastic.rendezvous import RendezvousConnectionError, Rend
 
 from engine.platform.parallel import STORE
 from engine.trainer.ranks.agent import GLOO_INTERFACE, FixedNodes, interface_to
-from engine.wire.rendezvous_store import serve_store
+from engine.wire.weights.groups import serve_store
 from support.ports import free_port
 from support.runs import ROOT, wait_for
 
