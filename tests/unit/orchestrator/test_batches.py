@@ -159,12 +159,49 @@ SAMPLE = SampleResponses(prompt=pack_ids([5, 6]), seeds=(1,))
 OWN = PutPrompts(step=0, prompts=(PromptData("1+1=", "2", pack_ids([5])),))
 
 
-@pytest.mark.parametrize("request_", [SAMPLE, OWN])
-async def test_nothing_is_sampled_or_started_before_the_first_version(made, request_):
-    plane = await made(version=None)
-    with pytest.raises(ServiceConflict, match="no weight version has been published yet"):
-        await plane.answer(request_, ours=False)
-    assert plane.steps.numbers == []
+def own(problem="1+1=", ids=(5,), columns=b"{}", answer="2"):
+    return PutPrompts(step=0, prompts=(PromptData(problem, answer, pack_ids(ids), columns=columns),))
+
+
+REFUSED = [
+    *((None, request, ServiceConflict, "no weight version has been published yet") for request in (SAMPLE, OWN)),
+    *(
+        (0, SampleResponses(prompt=prompt, seeds=(1,)), BadInput, "prompt|multiple of 4")
+        for prompt in (b"", b"123", *map(pack_ids, ([-1], [10**6], [1] * 64)))
+    ),
+    *(
+        (0, SampleResponses(prompt=pack_ids([5]), seeds=seeds), BadInput, "seeds: expected 1 to 4")
+        for seeds in ((), (-1,), (2**63,), (0,) * 5)
+    ),
+    *(
+        (0, own(columns=columns), BadInput, "columns")
+        for columns in (b"", b"[]", b"7", b"{", b'{"a": NaN}', b'{"a": \xff}x', msgspec.msgpack.encode({"a": b"\x00"}))
+    ),
+    (0, own(answer="x" * 2**20), ServiceFull, "more would exceed 1,048,576"),
+    *(
+        (None, request, ServiceConflict, "weight version")
+        for request in (
+            messages.VerifySync(expected=()),
+            messages.FinishSync(version=0),
+            messages.AbortSync(version=0, reason=""),
+            messages.ConnectSync(version=0, transport="gloo", stages=()),
+            messages.OpenSync(version=-1),
+            messages.MayPublish(version=-1),
+        )
+    ),
+]
+"""The version that was published, a request, and how it is refused."""
+
+
+@pytest.mark.parametrize(("version", "request_", "error", "said"), REFUSED)
+async def test_what_is_malformed_too_large_or_out_of_turn_is_refused_without_effect(
+    made, monkeypatch, version, request_, error, said
+):
+    monkeypatch.setattr("engine.orchestrator.batches.MOST_BYTES", 2**20)
+    plane = await made(version, train__prompts_per_step=1)
+    with pytest.raises(error, match=said):
+        await plane.answer(request_)
+    assert (plane.steps.numbers, plane.status()["held_bytes"], plane.status()["version"]) == ([], 0, version)
 
 
 async def test_groups_that_are_sampled_for_programs_have_a_limit(made):
@@ -176,31 +213,6 @@ async def test_groups_that_are_sampled_for_programs_have_a_limit(made):
     plane.service.producer.may.set()
     await asyncio.gather(*waiting)
     await plane.answer(SAMPLE)
-
-
-@pytest.mark.parametrize(
-    ("prompt", "seeds", "said"),
-    [
-        *(
-            (prompt, (1,), "prompt|multiple of 4")
-            for prompt in (b"", b"123", *map(pack_ids, ([-1], [10**6], [1] * 64)))
-        ),
-        *((pack_ids([5]), seeds, "seeds: expected 1 to 4") for seeds in ((), (-1,), (2**63,), (0,) * 5)),
-    ],
-)
-async def test_a_prompt_or_seeds_that_are_none_are_refused(made, prompt, seeds, said):
-    with pytest.raises(BadInput, match=said):
-        await (await made()).answer(SampleResponses(prompt=prompt, seeds=seeds))
-
-
-@pytest.mark.parametrize(
-    "columns", [b"", b"[]", b"7", b"{", b'{"a": NaN}', b'{"a": \xff}x', msgspec.msgpack.encode({"a": b"\x00"})]
-)
-async def test_columns_that_are_no_json_object_are_refused_without_effect(made, columns):
-    plane = await made(train__prompts_per_step=1)
-    with pytest.raises(BadInput, match="columns"):
-        await plane.answer(PutPrompts(step=0, prompts=(PromptData("1+1=", "2", pack_ids([5]), columns=columns),)))
-    assert (plane.steps.numbers, plane.status()["held_bytes"]) == ([], 0)
 
 
 async def test_a_step_is_started_once_whatever_is_sent_again(made):
@@ -229,33 +241,6 @@ async def test_prompts_of_a_program_are_here_as_they_were_there_and_count_until_
     assert plane.status()["held_bytes"] == 0
     with pytest.raises(ServiceConflict, match="step 0 is over"):
         await plane.answer(PutPrompts(step=0))
-
-
-async def test_prompts_for_which_there_is_no_room_are_refused_without_effect(made, monkeypatch):
-    monkeypatch.setattr("engine.orchestrator.batches.MOST_BYTES", 2**20)
-    plane = await made(train__prompts_per_step=1)
-    large = PromptData("1+1=", "x" * 2**20, pack_ids([5]))
-    with pytest.raises(ServiceFull, match="more would exceed 1,048,576"):
-        await plane.answer(PutPrompts(step=0, prompts=(large,)))
-    assert plane.steps.numbers == []
-
-
-@pytest.mark.parametrize(
-    "request_",
-    [
-        messages.VerifySync(expected=()),
-        messages.FinishSync(version=0),
-        messages.AbortSync(version=0, reason=""),
-        messages.ConnectSync(version=0, transport="gloo", stages=()),
-        messages.OpenSync(version=-1),
-        messages.MayPublish(version=-1),
-    ],
-)
-async def test_a_part_of_a_publish_out_of_turn_is_refused(made, request_):
-    plane = await made(version=None)
-    with pytest.raises(ServiceConflict):
-        await plane.answer(request_)
-    assert plane.status()["version"] is None
 
 
 async def test_an_instance_that_can_not_profile_says_so_once_and_the_run_goes_on(capsys):

@@ -5,8 +5,7 @@ import shutil
 import pytest
 from transformers import AutoConfig
 
-from engine.config import Algorithm, Config, Model, Parallel, Platform, Rollout, Weights
-from engine.config.placing import find_overlaps, scorer_devices
+from engine.config import Config, Model, Rollout
 from engine.config.recipe import HOME, load_config
 from engine.config.stages import Stage
 from engine.errors import BadInput
@@ -85,102 +84,66 @@ def test_a_layout_or_a_context_that_does_not_fit_the_model_is_refused_by_its_own
         check_training(config_of(settings | keys))
 
 
-def test_instances_that_would_get_a_scorers_devices_are_refused():
-    def on(devices, scored):
-        return Config(
-            rollout=Rollout(engine="vllm", devices=devices),
-            platform=Platform(device="cuda"),
-            algorithm=Algorithm(kl_coef=0.1),
-            stages={"reference": Stage(tensor=2, devices=scored)},
-        )
-
-    assert scorer_devices(on([3], [])) == [1, 2]
-    assert list(find_overlaps(on([3], []))) == []
-    assert "rollout.devices includes [2], which the ranks of [stages.reference] use; they use [1, 2]" in list(
-        find_overlaps(on([2], []))
-    )
-    assert list(find_overlaps(on([1], [2, 3]))) == []
-    assert "set rollout.devices = [3]" in next(find_overlaps(on([], [])))
-
-
-def placed(devices, device="cuda", **more):
-    parallel = more.pop("parallel", Parallel())
-    return Config(
-        rollout=Rollout(engine="vllm", devices=devices, **more), platform=Platform(device=device), parallel=parallel
-    )
-
-
-PAIR = {"tensor": 2, "parallel": Parallel(tensor=2)}
-PLACES = [
-    (None, [2, 3], PAIR, ""),
-    (None, [], PAIR | {"instances": 0}, ""),
-    (None, [], PAIR, r"rollout\.devices is empty, so each .*: set rollout\.devices = \[2, 3\]"),
-    (None, [1, 2], PAIR, r"rollout\.devices includes \[1\], which the trainer ranks use; they use \[0, 1\]"),
-    (None, [14, 15], PAIR, ""),  # a node may have more than the plan's platform.devices_per_node
-    (None, [3, 4, 5], PAIR, r"rollout\.devices names 3 devices, 1 instances of rollout\.tensor = 2 take 2"),
-    ("2, 3", [0], {}, ""),
-    ("2, 3", [2], {}, r"includes \[2\], which the trainer ranks use; they use \[2\]"),
-    ("2, 3", [], {}, r"is empty.*set rollout\.devices = \[3\]"),
-    ("GPU-1,GPU-2", [0], {}, ""),
+PAIR = {"rollout.tensor": 2, "parallel.tensor": 2}
+SCORER = SCORED | {"stages.reference.tensor": 2}
+SHARED = {"rollout.share_devices": True, "rollout.devices": "[0]", "rollout.vllm.gpu_memory_utilization": 0.4}
+CPU = {"platform.device": "cpu"}
+INSTANCES = [
+    ("cuda", None, PAIR | {"rollout.devices": "[2, 3]"}, ""),
+    ("cuda", None, PAIR | {"rollout.instances": 0}, ""),
+    ("cuda", None, PAIR, r"rollout\.devices is empty, so each .*: set rollout\.devices = \[2, 3\]"),
+    ("npu", None, PAIR, r"rollout\.devices is empty, so each .*: set rollout\.devices = \[2, 3\]"),
+    ("auto", None, PAIR, r"rollout\.devices is empty, so each .*: set rollout\.devices = \[2, 3\]"),
+    ("cuda", None, PAIR | {"rollout.devices": "[1, 2]"}, r"\[1\], which the trainer ranks use; they use \[0, 1\]"),
+    ("cuda", None, PAIR | {"rollout.devices": "[14, 15]"}, ""),  # more than the plan's platform.devices_per_node
+    ("cuda", None, PAIR | {"rollout.devices": "[3, 4, 5]"}, r"3 devices, 1 instances of rollout\.tensor = 2 take 2"),
+    ("cuda", "2, 3", {"rollout.devices": "[0]"}, ""),
+    ("cuda", "2, 3", {"rollout.devices": "[2]"}, r"\[2\], which the trainer ranks use; they use \[2\]"),
+    ("cuda", "2, 3", {}, r"is empty.*set rollout\.devices = \[3\]"),
+    ("cuda", "GPU-1,GPU-2", {"rollout.devices": "[0]"}, ""),
+    ("cuda", None, SCORER | {"rollout.devices": "[3]"}, ""),
+    (
+        "cuda",
+        None,
+        SCORER | {"rollout.devices": "[2]"},
+        r"which the ranks of \[stages.reference\] use; .* \[1, 2\]",
+    ),
+    ("cuda", None, SCORER | {"rollout.devices": "[1]", "stages.reference.devices": "[2, 3]"}, ""),
+    ("cuda", None, SCORER, r"set rollout.devices = \[3\]"),
+    ("cuda", None, SHARED, ""),
+    ("cuda", None, SHARED | {"weights.transport": "gloo"}, ""),
+    ("cuda", None, SHARED | {"weights.transport": "nccl"}, r'"nccl" does not connect two processes of one .*\[0\]'),
+    ("cuda", None, {"rollout.share_devices": True}, r"needs rollout\.vllm\.gpu_memory_utilization, the share"),
+    ("cuda", None, CPU, ""),
+    ("cuda", None, CPU | {"rollout.instances": 2}, r"each of the 2 instances .* from 0 on: set .* = \[0, 1\]"),
+    ("cpu", None, {}, ""),
+    (
+        "cpu",
+        None,
+        {"rollout.devices": "[1000000]"},
+        r"cores \[1000000\], which this process can't use; it has \[",
+    ),
+    ("cpu", None, CPU | {"rollout.devices": "[1000000]"}, r"rollout\.devices names cores \[1000000\]"),
+    ("nowhere", None, {}, "METRONOME_VLLM_PYTHON=/nowhere/python: there is no interpreter"),
+    ("nowhere", None, {"rollout.engine": "embedded"}, ""),
 ]
-"""What the environment names, rollout.devices, further keys, and what is said."""
+"""What vLLM's environment is for, what the environment names, keys, and what is said of them."""
 
 
-@pytest.mark.parametrize("device", ["cuda", "npu", "auto"])
-@pytest.mark.parametrize(("visible", "devices", "more", "said"), PLACES)
-def test_instances_that_would_get_the_trainers_devices_are_refused(
-    tmp_path, monkeypatch, device, visible, devices, more, said
+@pytest.mark.parametrize(("device", "visible", "keys", "said"), INSTANCES)
+def test_instances_that_have_no_environment_or_would_get_others_devices_are_refused(
+    tmp_path, monkeypatch, device, visible, keys, said
 ):
     kind = "npu" if device == "auto" else device
-    an_environment(tmp_path, monkeypatch, kind)
+    given = {"rollout.engine": "vllm"} | ({} if kind in ("cpu", "nowhere") else {"platform.device": device}) | keys
+    if kind == "nowhere":
+        monkeypatch.setenv(PYTHON, "/nowhere/python")
+    else:
+        an_environment(tmp_path, monkeypatch, kind)
     if visible is not None:
-        monkeypatch.setenv("ASCEND_RT_VISIBLE_DEVICES" if kind == "npu" else "CUDA_VISIBLE_DEVICES", visible)
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     with pytest.raises(BadInput, match=said) if said else contextlib.nullcontext():
-        check_instances(placed(devices, device, **more))
-
-
-def test_an_instance_may_share_a_trainers_device(tmp_path, monkeypatch):
-    def on(transport="file"):
-        rollout = Rollout(engine="vllm", devices=[0], share_devices=True, vllm={"gpu_memory_utilization": 0.4})
-        return Config(rollout=rollout, platform=Platform(device="cuda"), weights=Weights(transport=transport))
-
-    an_environment(tmp_path, monkeypatch, "cuda")
-    check_instances(on("file"))
-    check_instances(on("gloo"))
-    with pytest.raises(BadInput, match=r'"nccl" does not connect two processes of one device.*\[0\].*"file" or "gloo"'):
-        check_instances(on("nccl"))
-    with pytest.raises(
-        ValueError, match=r"needs rollout\.vllm\.gpu_memory_utilization, the share of a device's memory"
-    ):
-        Config(rollout=Rollout(engine="vllm", share_devices=True))
-
-
-def test_a_trainer_on_the_cpu_has_no_devices(tmp_path, monkeypatch):
-    an_environment(tmp_path, monkeypatch, "cuda")
-    check_instances(Config(rollout=Rollout(engine="vllm"), platform=Platform(device="cpu")))
-    with pytest.raises(
-        BadInput, match=r"each of the 2 instances that the run starts takes devices from 0 on: set .* = \[0, 1\]"
-    ):
-        check_instances(Config(rollout=Rollout(engine="vllm", instances=2), platform=Platform(device="cpu")))
-
-
-def test_cores_of_vllms_instances_are_looked_for_once_it_is_known_that_they_are_cores(tmp_path, monkeypatch):
-    named = Config(rollout=Rollout(engine="vllm", devices=[10**6]))
-    an_environment(tmp_path, monkeypatch, "cpu")
-    check_instances(Config(rollout=Rollout(engine="vllm")))
-    with pytest.raises(
-        BadInput, match=r"rollout\.devices names cores \[1000000\], which this process can't use; it has \["
-    ):
-        check_instances(named)
-    with pytest.raises(ValueError, match=r"rollout\.devices names cores \[1000000\]"):
-        Config(rollout=Rollout(engine="vllm", devices=[10**6]), platform=Platform(device="cpu"))
-
-
-def test_instances_of_vllm_are_refused_without_it(monkeypatch):
-    check_instances(Config())  # embedded
-    monkeypatch.setenv(PYTHON, "/nowhere/python")
-    with pytest.raises(BadInput, match="METRONOME_VLLM_PYTHON=/nowhere/python: there is no interpreter"):
-        check_instances(Config(rollout=Rollout(engine="vllm")))
+        check_instances(config_of(given))
 
 
 def test_a_replay_needs_no_instances(monkeypatch, settings):
