@@ -100,9 +100,10 @@ async def publish(plane, version, again=False):
 
 
 @pytest.fixture
-def conduct(tmp_path, tiny_model):
-    """A plane of a trainer of two replica groups, whose version 0 is published and whose step of so many groups has
-    begun, and where its groups come from."""
+async def conduct(tmp_path, tiny_model):
+    """Makes planes, which are closed at the end. Each is of a trainer of two replica groups, whose version 0 is
+    published and whose step of so many groups has begun; with it comes the queue of its groups."""
+    planes = []
 
     async def begin(groups, stages=None, weights=None, **more):
         for_plane = {key: more.pop(key) for key in ("store", "trains") if key in more}
@@ -119,9 +120,12 @@ def conduct(tmp_path, tiny_model):
         await plane.answer(ready(0))
         await publish(plane, 0)
         await plane.answer(PutPrompts(step=0))
+        planes.append(plane)
         return plane, rollouts.come
 
-    return begin
+    yield begin
+    for plane in planes:
+        await plane.close()
 
 
 def ready(start, prompts=None):

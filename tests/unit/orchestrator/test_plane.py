@@ -55,7 +55,6 @@ async def test_a_step_ends_for_all_units_and_waiting_for_groups_is_not_silence_h
             assert sorted(sum(await asyncio.gather(*replica_groups), [])) == sorted(arriving)
         assert not watching.done()
         watching.cancel()
-        await plane.close()
 
 
 async def test_a_unit_that_hangs_is_named_although_the_others_ask_on(conduct):
@@ -71,7 +70,6 @@ async def test_a_unit_that_hangs_is_named_although_the_others_ask_on(conduct):
     )
     with pytest.raises(DeadlineError, match="replica group 1"):  # it hears of it, and ends
         await other
-    await plane.close()
 
 
 async def test_an_error_of_one_unit_reaches_the_others_as_they_wait(conduct, monkeypatch):
@@ -83,7 +81,6 @@ async def test_an_error_of_one_unit_reaches_the_others_as_they_wait(conduct, mon
     with pytest.raises(RatioGapError, match="they disagree"):
         await asyncio.wait_for(other, 20)
     assert isinstance(plane.trainer_error, RatioGapError)
-    await plane.close()
 
 
 async def test_a_checkpoint_of_other_prompts_is_refused_before_anything_is_cut(tiny_model, tmp_path):
@@ -97,7 +94,6 @@ async def test_a_checkpoint_of_other_prompts_is_refused_before_anything_is_cut(t
     assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 2
     assert await plane.answer(ready(1, ours)) == Prompts(ours)
     assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 1
-    await plane.close()
 
 
 async def test_a_trainer_may_take_longer_to_get_ready_than_it_may_be_silent_later(tmp_path):
@@ -129,7 +125,6 @@ async def test_a_publish_is_no_silence_of_the_units_that_wait_for_it(conduct):
         assert "no sign of life from replica group 1 of the trainer" in str(await watching)
     with pytest.raises(DeadlineError, match="replica group 1"):
         await other
-    await plane.close()
 
 
 @pytest.mark.parametrize(
@@ -154,7 +149,6 @@ async def test_a_generation_that_lacks_groups_or_fails_by_a_mistake_of_ours_ends
     assert re.match(said, str(failure))
     with pytest.raises(type(failure), match=re.escape(str(failure))):
         await other
-    await plane.close()
 
 
 async def test_long_work_of_the_trainer_is_no_silence_as_long_as_it_says_so(conduct):
@@ -171,7 +165,6 @@ async def test_long_work_of_the_trainer_is_no_silence_as_long_as_it_says_so(cond
     assert "no sign of life from the trainer" in str(failure)
     with pytest.raises(DeadlineError):
         await plane.answer(Heartbeat(replica_group=1))
-    await plane.close()
 
 
 async def test_a_unit_that_is_done_with_its_replay_of_a_step_waits_for_the_others_and_hears_of_their_errors(tmp_path):
@@ -218,7 +211,6 @@ async def test_the_trainer_gets_a_row_once_a_stage_has_written_and_both_hear_of_
         assert await plane.answer(Lease(stage="judge", step=0, budget=100)) == EndOfStep()
         assert await plane.answer(judging) == EndOfRun()
     assert plane.is_over
-    await plane.close()
 
 
 async def test_a_request_for_what_the_recipe_does_not_have_is_refused(conduct):
@@ -237,7 +229,6 @@ async def test_a_request_for_what_the_recipe_does_not_have_is_refused(conduct):
         with pytest.raises((BadInput, ServiceConflict), match=said):
             await plane.answer(request)
     assert (await leased(plane)).rows[0].index == 0, "what was refused had no effect"
-    await plane.close()
 
 
 async def test_a_trainer_outside_that_begins_again_gets_the_step_again(conduct):
@@ -250,13 +241,11 @@ async def test_a_trainer_outside_that_begins_again_gets_the_step_again(conduct):
     await publish(plane, 1)
     assert plane.status()["steps"] == []
     assert await plane.answer(Lease(step=0, budget=1)) == EndOfStep()
-    await plane.close()
 
 
 async def test_a_plane_of_instances_answers_every_request(conduct):
     plane, _ = await conduct(1)
     assert set(plane.answers()) == set(get_args(AnyRequest))
-    await plane.close()
 
 
 GIVEN_BY_THE_PLANE = {"step", "weight_version", "pool_size", "rollout_s", "reward_tried", "prompts_used"} | {
@@ -277,7 +266,6 @@ async def report_cosines(conduct, tmp_path, cosines, **algorithm):
     figures = {name: value for name, value in FIGURES.items() if name not in GIVEN_BY_THE_PLANE}
     for step, cosine in enumerate(cosines):
         await plane.answer(Report(step=step, figures=figures | {"grad_cosine": cosine}))
-    await plane.close()
     assert [line.get("grad_cosine") for line in read_lines(folder.steps)] == cosines
     return [(line["stage"], line["text"]) for line in read_lines(folder.notices)] if folder.notices.exists() else []
 

@@ -57,7 +57,6 @@ async def test_a_lease_is_given_with_the_bodies_that_lie_in_a_store_which_forget
     assert not any(column.body for column in plane.steps.rows(0)[0].columns)
     plane.steps.end(0)
     assert bodies.rows == {}
-    await plane.close()
 
 
 async def test_a_unit_that_has_lost_a_row_ends_the_run_by_name(conduct):
@@ -70,7 +69,6 @@ async def test_a_unit_that_has_lost_a_row_ends_the_run_by_name(conduct):
     with pytest.raises(StoreError, match="unit 1 has lost"):
         await leased(plane)
     assert isinstance(plane.failure, StoreError)
-    await plane.close()
 
 
 # programs beside a trainer of ours ------------------------------------------------------------------
@@ -85,7 +83,6 @@ async def test_a_program_gets_no_groups_of_our_trainer_and_begins_no_run_in_its_
             await plane.answer(request, ours=False)
     assert (tmp_path / "steps.jsonl").read_text() == '{"step": 0}\n'
     assert await work(plane, 0) == [0]
-    await plane.close()
 
 
 OF_RANKS = [
@@ -115,7 +112,6 @@ async def test_a_program_can_not_name_what_only_ranks_have_and_changes_nothing_b
     assert [row.index for row in lease.rows] == [0]
     assert plane.failure is None
     assert not (tmp_path / "steps.jsonl").exists()
-    await plane.close()
 
 
 async def test_an_unexpected_exception_in_a_step_of_a_service_ends_the_step_by_name_and_not_the_service(conduct):
@@ -128,7 +124,6 @@ async def test_an_unexpected_exception_in_a_step_of_a_service_ends_the_step_by_n
     come.put_nowait(0)
     await plane.answer(PutPrompts(step=0), ours=False)
     assert [row.index for row in (await leased(plane)).rows] == [0]
-    await plane.close()
 
 
 async def test_a_program_acknowledges_no_lease_of_another_stage(conduct):
@@ -140,7 +135,6 @@ async def test_a_program_acknowledges_no_lease_of_another_stage(conduct):
     window = await leased(plane)
     with pytest.raises(ServiceConflict, match=f"lease {window.lease} is one of the stage 'train', not of 'judge'"):
         await plane.answer(Lease(budget=0, stage="judge", done=(window.lease,)), ours=False)
-    await plane.close()
 
 
 async def test_what_programs_ask_hides_no_trainer_that_hangs(conduct):
@@ -155,7 +149,6 @@ async def test_what_programs_ask_hides_no_trainer_that_hangs(conduct):
     async with asyncio.timeout(LIMIT_S + 3):
         assert "no sign of life from the trainer" in str(await watch(plane))
     asking.cancel()
-    await plane.close()
 
 
 async def test_only_the_columns_that_values_are_read_from_travel(conduct, tmp_path):
@@ -167,7 +160,6 @@ async def test_only_the_columns_that_values_are_read_from_travel(conduct, tmp_pa
     async with server.listening(tmp_path):
         server.serve(plane)
         await asyncio.to_thread(judge_and_read, tmp_path)
-    await plane.close()
 
 
 def judge_and_read(folder):

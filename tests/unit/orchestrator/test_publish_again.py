@@ -58,7 +58,6 @@ async def test_every_replica_group_is_told_and_gets_its_windows_once_the_version
     await publish(plane, 0, again=True)
     assert (second.state, second.version) == ("serving", 0)
     assert isinstance(await asked(plane), Window)
-    await plane.close()
 
 
 async def test_it_never_goes_again_while_a_replica_group_trains(begin):
@@ -72,7 +71,6 @@ async def test_it_never_goes_again_while_a_replica_group_trains(begin):
     assert [await asked(plane, 1), await asked(plane, ahead=True)] == [StillWaiting()] * 2
     assert await asked(plane, done=(window.lease,)) == PublishAgain(0)
     assert await asked(plane, 1) == PublishAgain(0)
-    await plane.close()
 
 
 async def test_while_others_serve_it_goes_again_once_the_trainer_has_idled_as_long_as_a_publish_takes(begin):
@@ -89,7 +87,6 @@ async def test_while_others_serve_it_goes_again_once_the_trainer_has_idled_as_lo
     assert 0.3 <= time.monotonic() - began < 3.0
     await publish(plane, 0, again=True)
     assert [one.state for one in (first, second)] == ["serving"] * 2
-    await plane.close()
 
 
 async def test_it_never_goes_again_within_a_publish_nor_in_a_step_that_has_other_weights(begin):
@@ -103,7 +100,6 @@ async def test_it_never_goes_again_within_a_publish_nor_in_a_step_that_has_other
     await plane.answer(VerifySync(expected=()))
     assert await plane.answer(Lease(step=1, replica_group=0, budget=1)) == StillWaiting()
     assert await asked(plane) == PublishAgain(0)
-    await plane.close()
 
 
 async def test_a_step_whose_rows_are_trained_ends_though_an_instance_waits(begin):
@@ -115,7 +111,6 @@ async def test_a_step_whose_rows_are_trained_ends_though_an_instance_waits(begin
     lose(plane, first)
     enter(plane, "second")
     assert isinstance(await asked(plane), EndOfStep)
-    await plane.close()
 
 
 async def ended(begin, **train):
@@ -133,7 +128,6 @@ async def test_the_next_version_waits_for_the_batches_in_flight_as_long_as_an_in
     assert not (await plane.answer(MayPublish(version=1))).now
     lose(plane, first)
     assert (await plane.answer(MayPublish(version=1))).now
-    await plane.close()
 
 
 async def test_staged_weights_wait_for_the_batches_in_flight_as_long_as_an_instance_serves(begin):
@@ -148,7 +142,6 @@ async def test_staged_weights_wait_for_the_batches_in_flight_as_long_as_an_insta
     await asyncio.sleep(0.2)
     assert (second.version, plane.status()["version"]) == (None, 1), "no instance holds it"
     assert await plane.answer(Lease(step=1, replica_group=0, budget=1)) == PublishAgain(1)
-    await plane.close()
 
 
 async def test_a_mistake_of_ours_in_a_swap_in_the_background_is_seen(begin):
@@ -159,11 +152,9 @@ async def test_a_mistake_of_ours_in_a_swap_in_the_background_is_seen(begin):
     come.put_nowait(0)
     with pytest.raises(TypeError, match="not callable"):
         await watch(plane)
-    await plane.close()
 
 
 async def test_no_version_but_the_last_goes_again(begin):
     plane, _ = await ended(begin)
     with pytest.raises(ServiceConflict, match="weight version 1 can't go again: version 0 was published last"):
         await plane.answer(OpenSync(version=1, again=True))
-    await plane.close()
