@@ -271,7 +271,7 @@ def check_reward(config: Config) -> None:
 
     async def load(program: str = "") -> None:
         reward = config.reward.model_copy(update={"workers": 1})
-        async with VerifierPool(reward, start_timeout_s=config.rollout.timeout_s, program=program):
+        async with VerifierPool(reward, program=program):
             pass
 
     asyncio.run(load())

@@ -123,7 +123,7 @@ def score_first_problem(config: Config, tokenizer: Tokenizer, prompt: Prompt) ->
 
 
 async def _score_first(settings: Reward, config: Config, tokenizer: Tokenizer, prompt: Prompt) -> list[Score]:
-    pool = VerifierPool(settings, start_timeout_s=config.rollout.timeout_s)
+    pool = VerifierPool(settings)
     try:
         await pool.start(tokenizer.for_verifiers)
         size = 2 if pool.per_response else max(2, config.rollout.group_size)
@@ -146,7 +146,7 @@ async def _score_all(
     config: Config, tokenizer: Tokenizer, calls: Sequence[tuple[Prompt, Sequence[Response]]]
 ) -> list[_Tried]:
     settings = {"workers": 1, "on_error": "zero", "on_timeout": "zero"}  # so that each failure has its line
-    pool = VerifierPool(config.reward.model_copy(update=settings), start_timeout_s=config.rollout.timeout_s)
+    pool = VerifierPool(config.reward.model_copy(update=settings))
     found = []
     try:
         await pool.start(tokenizer.for_verifiers)

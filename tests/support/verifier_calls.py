@@ -17,9 +17,9 @@ PROMPT = Prompt(
 )
 
 
-def verifiers(function, log=None, start_timeout_s=120.0, **reward):
+def verifiers(function, log=None, **reward):
     """The verifiers of a recipe with this reward function."""
-    return VerifierPool(Reward(function=function, **reward), log, start_timeout_s)
+    return VerifierPool(Reward(function=function, **reward), log)
 
 
 def response(text: str = "#2", seed: int = 2**62) -> Response:

@@ -35,8 +35,6 @@ from engine.wire.verifier_messages import (
     WeightedFunction,
 )
 
-START_S = 120.0
-"""Seconds in which a process must have loaded the program."""
 STOP_S = 5.0
 """Seconds in which a program must end once it is stopped. Else its process hangs, and is killed."""
 
@@ -121,15 +119,7 @@ class ProgramPool:
         self.config = config
         function = WeightedFunction(config.rollout.program, program=True)
         self._workers = [
-            _ProgramWorker(
-                VerifierProcess(
-                    name=f"program {index}",
-                    functions=[function],
-                    reward=config.reward,
-                    log=log,
-                    start_timeout_s=START_S,
-                )
-            )
+            _ProgramWorker(VerifierProcess(f"program {index}", [function], config.reward, log))
             for index in range(config.reward.workers)
         ]
         self._attempts = 0

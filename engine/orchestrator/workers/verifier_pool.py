@@ -70,6 +70,8 @@ some hundredths of a second."""
 MOST_PROCESSES = 256
 """Most processes that one verifier's reward may have started at once: a pool of one for each core, and more. If there
 are more, all of them end and the call fails."""
+START_S = 120.0
+"""Seconds in which a process must have loaded the reward or the program."""
 DEATHS = 3
 """Number of processes that may die of the same call before the response is blamed, or be killed while loading the
 reward."""
@@ -100,11 +102,9 @@ class VerifierPool:
     Use it as `async with VerifierPool(...) as pool`, or call `start` and `close`.
     """
 
-    def __init__(
-        self, reward: Reward, log: Path | None = None, start_timeout_s: float = 120.0, program: str = ""
-    ) -> None:
-        """`log`: file for what the reward prints; None: this process's stderr. `start_timeout_s`: seconds for loading
-        the reward. `program`: a rollout program, whose loading is tried in place of the reward's."""
+    def __init__(self, reward: Reward, log: Path | None = None, program: str = "") -> None:
+        """`log`: file for what the reward prints; None: this process's stderr. `program`: a rollout program, whose
+        loading is tried in place of the reward's."""
         self._reward = reward
         self._functions = (
             [WeightedFunction(program, program=True)]
@@ -113,14 +113,7 @@ class VerifierPool:
         )
         self._built_in = all(one.function in BUILT_IN for one in self._functions)
         self._workers = [
-            VerifierProcess(
-                name=f"verifier {index}",
-                functions=self._functions,
-                reward=reward,
-                log=log,
-                start_timeout_s=start_timeout_s,
-            )
-            for index in range(reward.workers)
+            VerifierProcess(f"verifier {index}", self._functions, reward, log) for index in range(reward.workers)
         ]
         self._idle: asyncio.Queue[VerifierProcess] = asyncio.Queue()
 
@@ -128,7 +121,7 @@ class VerifierPool:
         """Start all workers and wait until each has loaded the reward. The processes start while `tokenizer`, which
         decodes responses, is awaited.
 
-        Raises BadInput if the reward can't be loaded, DeadlineError if loading takes longer than `start_timeout_s`.
+        Raises BadInput if the reward can't be loaded, DeadlineError if loading takes longer than START_S.
         """
         try:
             for worker in self._workers:
@@ -211,22 +204,14 @@ class VerifierPool:
 class VerifierProcess:
     """One verifier process and the connection to it. A call that times out or breaks replaces the process."""
 
-    def __init__(
-        self,
-        name: str,
-        functions: Sequence[WeightedFunction],
-        reward: Reward,
-        log: Path | None,
-        start_timeout_s: float,
-    ) -> None:
-        """`reward`: says what the process may see and use. `log`, `start_timeout_s`: as for `VerifierPool`."""
+    def __init__(self, name: str, functions: Sequence[WeightedFunction], reward: Reward, log: Path | None) -> None:
+        """`reward`: says what the process may see and use. `log`: as for `VerifierPool`."""
         self.per_response = False
         self._environment = verifier_environment(reward.environment)
         self._memory = int(reward.memory_gb * 2**30)
         self._child: Child | None = None
         self._name = name
         self._functions = functions
-        self._start_timeout_s = start_timeout_s
         self._log = log
         self._closed = False
         self._calls = 0
@@ -354,12 +339,12 @@ class VerifierProcess:
         self._reader, self._writer = await asyncio.open_connection(sock=connection)
         await self._begun.wait()  # `start` ends this wait: it begins or closes the process
         try:
-            async with asyncio.timeout(self._start_timeout_s):
+            async with asyncio.timeout(START_S):
                 self._writer.write(self._tokenizer)
                 hello = await self.receive()
         except TimeoutError:
             raise DeadlineError(
-                f"{self._name}: {_shown(self._functions)} was not loaded within {self._start_timeout_s:g} s"
+                f"{self._name}: {_shown(self._functions)} was not loaded within {START_S:g} s"
             ) from None
         if isinstance(hello, RewardRefused):
             raise BadInput(hello.message)

@@ -12,6 +12,7 @@ import pytest
 
 from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput, DeadlineError, ProcessDied, RewardError
+from engine.orchestrator.workers import verifier_pool
 from engine.types import Score
 from engine.wire import verifier_messages
 from engine.wire.columns import pack_response
@@ -234,10 +235,14 @@ async def test_a_fault_of_a_built_in_reward_may_exclude_its_response_and_never_s
         ("import time; time.sleep(60)", DeadlineError, "was not loaded within 2 s"),
     ],
 )
-async def test_loading_problems_surface_at_start_and_are_not_tried_again(reward, tmp_path, body, error, said):
+async def test_loading_problems_surface_at_start_and_are_not_tried_again(
+    reward, tmp_path, monkeypatch, body, error, said
+):
     spec = reward(f"open({str(tmp_path / 'loads')!r}, 'a').write('x')\n".replace("\n", "; ") + body)
+    if error is DeadlineError:
+        monkeypatch.setattr(verifier_pool, "START_S", 2.0)
     with pytest.raises(error, match=said):
-        await verifiers(spec, start_timeout_s=2.0 if error is DeadlineError else 60.0).start()
+        await verifiers(spec).start()
     assert (tmp_path / "loads").read_text() == "x"
 
 
