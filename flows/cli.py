@@ -528,11 +528,8 @@ def _exit_codes() -> Iterator[None]:
     except BadInput as error:
         console.print_error(f"error: {error}")
         raise typer.Exit(2) from None
-    except MetronomeError as error:
+    except (MetronomeError, console.OutputClosed) as error:
         console.print_error(f"error: {error}{interruption.how_on()}")
-        raise typer.Exit(1) from None
-    except console.OutputClosed as ended:
-        console.print_error(f"error: {ended}{interruption.how_on()}")
         raise typer.Exit(1) from None
     except KeyboardInterrupt:
         interruption.say_told()

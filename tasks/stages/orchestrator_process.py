@@ -131,10 +131,8 @@ def timeline_at_end(folder: RunFolder) -> Iterator[None]:
     written, so that drawing comes last. Nothing is drawn if another process writes the folder now."""
     try:
         yield
-    except TakenOver:
-        raise
     except BaseException as ended:
-        if not folder.fence.is_passed:
+        if not isinstance(ended, TakenOver) and not folder.fence.is_passed:
             _draw(folder, DRAW_S if signal_of(ended) is None else HURRY_S)
         raise
 

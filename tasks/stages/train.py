@@ -218,8 +218,7 @@ def train(config: Config, resume: bool = False, ready: Callable[[], Config] | No
     with TrainingArtifacts(config) as progress:
         try:
             return train_shown(config if ready is None else ready(), resume or again, also=progress)
-        except TakenOver:
-            raise  # another flow writes the folder now
         except MetronomeError as error:
-            folder.write_failure(error)  # also records a death, which the orchestrator cannot write itself
+            if not isinstance(error, TakenOver):  # then another flow writes the folder now
+                folder.write_failure(error)  # also records a death, which the orchestrator cannot write itself
             raise

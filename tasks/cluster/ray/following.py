@@ -110,15 +110,16 @@ class Followed:
 
         try:
             self._look_at(part)
-        except ray.exceptions.RayError as error:
+        except Exception as error:  # this thread must go on for the others
             raised = raised_there(error)
             if isinstance(raised, BadInput):
                 self._give_up(part, f"can't start on its node and {NEVER_AGAIN}: {_first_line(raised)}")
-                return
-            why = "is lost with its node" if raised is None else f"fails on its node: {type(raised).__name__}"
-            self._lose(part, f"{why}: {_first_line(raised or error)}")
-        except Exception as error:  # this thread must go on for the others
-            self._lose(part, f"can't be followed: {type(error).__name__}: {_first_line(error)}")
+            elif raised is not None:
+                self._lose(part, f"fails on its node: {type(raised).__name__}: {_first_line(raised)}")
+            elif isinstance(error, ray.exceptions.RayError):
+                self._lose(part, f"is lost with its node: {_first_line(error)}")
+            else:
+                self._lose(part, f"can't be followed: {type(error).__name__}: {_first_line(error)}")
 
     def _grow(self) -> None:
         try:

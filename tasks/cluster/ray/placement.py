@@ -110,10 +110,9 @@ def _without_vllm(kind: str) -> dict[str, str]:
     for name, answer in asked.items():
         try:
             found[name] = ray.get(answer, timeout=0)
-        except ray.exceptions.GetTimeoutError:
-            found[name] = f"it does not answer within {ASKED_S:g} s"
         except ray.exceptions.RayError as error:
-            found[name] = clean_text(str(error))
+            late = isinstance(error, ray.exceptions.GetTimeoutError)
+            found[name] = f"it does not answer within {ASKED_S:g} s" if late else clean_text(str(error))
     return found
 
 
