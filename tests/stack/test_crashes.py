@@ -17,6 +17,7 @@ from support import flow_runs
 from support.brake import braked, slow_down
 from support.flow_runs import kill, patiently, processes, state
 from support.runs import ROOT, launch, overrides, seeded_settings, wait_for
+from support.whole_runs import same, weights
 from tasks.cluster.prefect_api import post_json
 from tasks.stages.orchestrator_process import STOP_S
 
@@ -58,7 +59,7 @@ def undisturbed(small, place):
     code, output = launch(small | {"run.name": "undisturbed"}, place)
     slow_down(place, HELD_S)
     assert code == 0, output
-    return weights(place / "undisturbed")
+    return weights(place, "undisturbed")
 
 
 @pytest.fixture(scope="module")
@@ -69,18 +70,6 @@ def deployed(services, environment):
     assert done.returncode == 0, done.stdout + done.stderr
     assert "resumed by the watchdog, which looked" in done.stdout
     return environment["PREFECT_API_URL"]
-
-
-def weights(folder):
-    from safetensors.torch import load_file
-
-    return load_file(folder / "policy/model.safetensors")
-
-
-def same(one, other):
-    import torch
-
-    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 def start(api, settings):
@@ -155,7 +144,7 @@ def test_every_process_of_a_run_may_die(deployed, services, start_worker, enviro
     wait_for(lambda: state(api, run)["type"] == "COMPLETED", "the end of the run", PATIENCE_S)
     slow_down(place, HELD_S)
 
-    assert same(weights(folder), undisturbed)
+    assert same(weights(folder.parent, folder.name), undisturbed)
     assert [row["step"] for row in read_lines(folder / "steps.jsonl")] == list(range(STEPS))
     # before and after, though the flow began three times
     assert len(list(read_lines(folder / "evaluations.jsonl"))) == 2
@@ -193,7 +182,7 @@ def test_a_cancelled_run_leaves_no_process_and_goes_on(deployed, start_worker, e
     )
     slow_down(place, HELD_S)
     assert again.returncode == 0, again.stdout + again.stderr
-    assert same(weights(folder), undisturbed)
+    assert same(weights(folder.parent, folder.name), undisturbed)
     assert [row["step"] for row in read_lines(folder / "steps.jsonl")] == list(range(STEPS))
     assert each_figure_once(environment["MLFLOW_TRACKING_URI"], folder) == []
 

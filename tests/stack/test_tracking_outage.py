@@ -13,7 +13,7 @@ from engine.run.files import read_lines
 from flows.local import evaluate_here
 from support.ports import free_port
 from support.run_folders import add_line
-from support.runs import config_of, save_model
+from support.runs import config_of, save_model, wait_for
 from support.stack import Services
 from tasks.tracking import evaluations, mirror, store, tracked_run
 from tasks.tracking.registered_policies import model_folder, registered_name
@@ -48,29 +48,24 @@ def history(run_id):
     return [(point.step, point.value) for point in mlflow.MlflowClient().get_metric_history(run_id, "loss")]
 
 
-def until(condition, what, timeout_s=60.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline, f"waited {timeout_s} s for {what}"
-        time.sleep(0.1)
-
-
 def test_a_server_that_comes_back_gets_every_step_once(services, config, capsys):
     server = services["mlflow"]
     with tracked_run.track_run(config) as run_id:
         do_step(config, 0)
-        until(lambda: history(run_id) == [(0, 0.0)], "step 0")
+        wait_for(lambda: history(run_id) == [(0, 0.0)], "step 0")
         server.stop()
         started = time.monotonic()
         for step in (1, 2, 3):
             do_step(config, step)
         # each, if they did, until its request gives up
         assert time.monotonic() - started < 4.0, "steps wait for the server"
-        until(lambda: "does not take" in (told := capsys.readouterr().err) and server.url in told, "the warning", 30.0)
+        wait_for(
+            lambda: "does not take" in (told := capsys.readouterr().err) and server.url in told, "the warning", 30.0
+        )
         server.start()
         server.wait()
         do_step(config, 4)
-        until(lambda: len(history(run_id)) == 5, "all steps")
+        wait_for(lambda: len(history(run_id)) == 5, "all steps")
     assert history(run_id) == [(step, step / 10) for step in range(5)]
     assert "is answering again" in capsys.readouterr().err
     assert mlflow.get_run(run_id).info.status == "FINISHED"
@@ -84,7 +79,7 @@ def test_a_server_that_stays_away_does_not_end_the_run_and_what_is_missing_is_na
     server = services["mlflow"]
     with tracked_run.track_run(config) as run_id:
         do_step(config, 0)
-        until(lambda: history(run_id) == [(0, 0.0)], "step 0")
+        wait_for(lambda: history(run_id) == [(0, 0.0)], "step 0")
         server.stop()
         for step in (1, 2):
             do_step(config, step)

@@ -88,21 +88,17 @@ def test_a_reward_that_fails_or_hangs_is_shown_and_ends_with_code_1(tried):
         ("form", ("--response", "2", "--responses", "FILE"), "--response gives texts, --responses a file"),
         ("form", ("--responses", "absent.jsonl"), "--responses absent.jsonl: can't be read"),
         ("form", ("--responses", "FILE"), 'given.jsonl, line 2: expected an object with a text "response"'),
+        ("form", ("--responses", "UNKNOWN"), "rows.jsonl has the prompt_id ffff"),
     ],
 )
 def test_bad_input_is_one_message_and_code_2(tried, tmp_path, function, arguments, message):
     (tmp_path / "given.jsonl").write_text('{"response": "2"}\n{"text": "2"}\n')
-    code, error, lines = tried(function, [one.replace("FILE", f"{tmp_path}/given.jsonl") for one in arguments])
+    (tmp_path / "unknown.jsonl").write_text('{"response": "2", "prompt_id": "ffff"}\n')
+    given = {"FILE": f"{tmp_path}/given.jsonl", "UNKNOWN": f"{tmp_path}/unknown.jsonl"}
+    code, error, lines = tried(function, [given.get(one, one) for one in arguments])
     assert (code, lines) == (2, [])
     assert message in error
     assert error.count("\n") == 1
-
-
-def test_an_unknown_prompt_id_is_named(tried, tmp_path):
-    (tmp_path / "given.jsonl").write_text('{"response": "2", "prompt_id": "ffff"}\n')
-    code, error, _ = tried("form", ["--responses", tmp_path / "given.jsonl"])
-    assert code == 2
-    assert "rows.jsonl has the prompt_id ffff" in error
 
 
 BEFORE = """

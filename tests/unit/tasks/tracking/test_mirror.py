@@ -20,7 +20,7 @@ from engine.errors import BadInput
 from engine.run.files import append_line, read_lines
 from engine.run.folder import RunFolder
 from support.run_folders import add_line, newer_attempt
-from support.runs import ROOT
+from support.runs import ROOT, wait_for
 from tasks.attempt import write_fenced
 from tasks.tracking import evaluations, mirror, tracked_run
 from tasks.tracking import store as mlflow_store
@@ -66,13 +66,6 @@ def count(output, run_id):
         return store.execute(query, (run_id,)).fetchone()[0]
 
 
-def until(condition, timeout_s=10.0):
-    deadline = time.monotonic() + timeout_s
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 class Store:
     """MLflow's log_batch, which may raise an error: before it writes, or after. Other calls reach the store."""
 
@@ -97,11 +90,11 @@ def test_what_was_written_although_no_answer_came_is_written_once(config, output
     store = Store(monkeypatch)
     with tracked_run.track_run(config) as run_id:
         add_steps(config, 0)
-        until(lambda: history(run_id))
+        wait_for(lambda: history(run_id), "MLflow")
         store.when = "after"
         asked = store.asked
         add_steps(config, 1, 2)
-        until(lambda: store.asked > asked + 2)
+        wait_for(lambda: store.asked > asked + 2, "MLflow")
         store.when = ""
         add_steps(config, 3)
     assert history(run_id) == [(step, step / 10) for step in range(4)]
@@ -171,7 +164,7 @@ def test_a_batch_that_the_store_has_in_whole_or_in_part_is_kept_once(config, out
 def test_what_is_refused_is_left_out_and_named_and_the_rest_goes_on(config, quick, capsys):
     with tracked_run.track_run(config) as run_id:
         add_line(config.folder / "steps.jsonl", **{"step": 0, "no?such": 1.0})
-        until(lambda: "refuses metrics of step 0: " in capsys.readouterr().err)
+        wait_for(lambda: "refuses metrics of step 0: " in capsys.readouterr().err, "MLflow")
         add_steps(config, 1)
     told = capsys.readouterr().err
     assert "did not receive: metrics of step 0. Everything is in the run folder." in told
@@ -206,7 +199,7 @@ def test_what_meets_another_writer_is_written_again(config, quick, monkeypatch, 
     store.when = "before"
     with tracked_run.track_run(config) as run_id:
         add_steps(config, 0)
-        until(lambda: store.asked > len(mlflow_store.CONFLICT_S) + 2)
+        wait_for(lambda: store.asked > len(mlflow_store.CONFLICT_S) + 2, "MLflow")
         store.when = ""
     told = capsys.readouterr().err
     assert "refuses" not in told
@@ -247,7 +240,7 @@ def test_neither_an_error_of_the_system_nor_a_damaged_file_ends_the_mirror_or_th
         monkeypatch.setattr(psutil, "PROCFS_PATH", "/proc/none")  # psutil can't read the machine's load
         time.sleep(0.5)
         add_steps(config, 0)
-        until(lambda: history(run_id))
+        wait_for(lambda: history(run_id), "MLflow")
         monkeypatch.setattr(psutil, "PROCFS_PATH", "/proc")
         with (config.folder / "evaluations.jsonl").open("a") as file:
             file.write("\0\0\0\n")
@@ -262,7 +255,7 @@ def test_a_server_that_hangs_does_not_hold_up_the_end(config, quick, monkeypatch
     hang = threading.Event()
     with tracked_run.track_run(config) as run_id:
         add_steps(config, 0)
-        until(lambda: history(run_id))
+        wait_for(lambda: history(run_id), "MLflow")
         monkeypatch.setattr(mlflow.MlflowClient, "log_batch", lambda *_, **__: hang.wait(30))
         add_steps(config, 1)
         started = time.monotonic()
@@ -277,7 +270,7 @@ def test_a_process_that_was_taken_over_writes_no_step(config, quick):
         folder.fence.begin_attempt("training", "")
         with tracked_run.track_run(config) as run_id:
             add_steps(config, 0)
-            until(lambda: history(run_id))
+            wait_for(lambda: history(run_id), "MLflow")
             newer_attempt(folder.path)
             add_steps(config, 1)
     assert history(run_id) == [(0, 0.0)]
@@ -302,7 +295,7 @@ def test_samples_that_are_deleted_after_they_were_logged_are_not_missed(config, 
     folder.create(config, resume=True)
     with tracked_run.track_run(config) as run_id:
         folder.add_samples(0, [])
-        until(lambda: mlflow.MlflowClient().list_artifacts(run_id, "responses"))
+        wait_for(lambda: mlflow.MlflowClient().list_artifacts(run_id, "responses"), "MLflow")
         folder.samples_of(0).unlink()
     assert "did not receive" not in capsys.readouterr().err
 
