@@ -9,7 +9,7 @@ from __future__ import annotations
 from pydantic import model_validator
 
 from engine.config.inputs import Data, DryRun, Model, OnFault, Reward, Run
-from engine.config.results import Evaluate, ServiceLimits, Tracking
+from engine.config.results import Evaluate, Tracking
 from engine.config.rollouts import Queue, Rollout, Weights
 from engine.config.rules import BATCH_SCOPE, BATCH_SCOPE_LOSSES, RULES
 from engine.config.stages import Stage
@@ -39,7 +39,6 @@ __all__ = [
     "Reward",
     "Rollout",
     "Run",
-    "ServiceLimits",
     "Stage",
     "Tracking",
     "Train",

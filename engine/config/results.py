@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveFloat, PositiveInt, WithJsonSchema, field_validator
+from pydantic import Field, PositiveInt, WithJsonSchema, field_validator
 
 from engine.config.table import Table
 
@@ -49,14 +49,6 @@ class Evaluate(Table):
     def benchmarks(self) -> list[str]:
         """The names and files of `benchmark`, in order."""
         return [name.strip() for name in self.benchmark.split(",") if name.strip()]
-
-
-class ServiceLimits(Table):
-    """Limits for programs outside the run (docs/service.md)."""
-
-    lease_s: PositiveFloat = 300.0
-    """Seconds that an outside trainer has for a window of a service's stage train before the window is leased again;
-    with train.prefetch = "on" it has two windows at a time."""
 
 
 Also = Literal["wandb", "trackio", "tensorboard"]

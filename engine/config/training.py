@@ -111,7 +111,8 @@ class Train(Table):
     down, and changes no weight."""
     timeout_s: PositiveFloat = 600.0
     """Seconds without a sign of life between trainer and orchestrator after which the run fails. While the trainer
-    loads its models, it has rollout.timeout_s more."""
+    loads its models, it has rollout.timeout_s more. A trainer outside the run has as long for a window before the
+    window is leased again (docs/service.md)."""
 
 
 class M2po(Table):

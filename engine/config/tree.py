@@ -10,7 +10,7 @@ from typing import Annotated, Literal
 
 from engine.config.inputs import Data, DryRun, Model, Reward, Run
 from engine.config.marks import PLAN
-from engine.config.results import Evaluate, ServiceLimits, Tracking
+from engine.config.results import Evaluate, Tracking
 from engine.config.rollouts import Queue, Rollout, Weights
 from engine.config.stages import REFERENCE_STAGE, Stage
 from engine.config.table import Table
@@ -59,7 +59,6 @@ class Tree(Table):
     weights: Weights = Weights()
     checkpoint: Checkpoint = Checkpoint()
     evaluate: Evaluate = Evaluate()
-    service: ServiceLimits = ServiceLimits()
     tracking: Tracking = Tracking()
 
     @property

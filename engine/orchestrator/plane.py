@@ -69,7 +69,7 @@ class Plane:
         self._trains = trains
         self._run_state = RunState()
         self._schedule = Schedule.of(config.train, config.rollout.partial)
-        self.steps = Steps(stages_of(config, None if trains else config.service.lease_s), store)
+        self.steps = Steps(stages_of(config, None if trains else config.train.timeout_s), store)
         self.trainer_error: MetronomeError | None = None
         self.last: dict[str, Any] = {}
         """The report of the last finished step, with the keys of steps.jsonl; empty before the first."""

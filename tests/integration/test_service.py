@@ -46,7 +46,7 @@ SMALL = {
     "rollout.timeout_s": 30,
     "train.prompts_per_step": PROMPTS,
     "train.steps": 200,
-    "service.lease_s": LEASE_S,
+    "train.timeout_s": LEASE_S,
 }
 CONSUMER = """
 import sys, time

@@ -56,11 +56,6 @@ def test_each_metric_that_they_name_is_one_of_a_run():
     assert {name for query in asked for name in METRIC.findall(query)} <= there
 
 
-def test_the_figures_are_keys_of_steps():
-    code = "".join(file.read_text() for file in (MONITORING.parents[1] / "engine").rglob("*.py"))
-    assert [name for name in FIGURES if f'"{name}"' not in code] == []
-
-
 def rule_tests():
     """promtool's file of tests: each alert is quiet first, and fires later."""
     tests = []

@@ -105,6 +105,19 @@ algorithm.loss=m2po; algorithm.old_policy=behavior; train.mode=sync -> algorithm
 algorithm.loss=bapo; algorithm.old_policy=behavior; train.mode=one_step_off -> algorithm.old_policy = "rollout"
 algorithm.loss=bapo; algorithm.old_policy=previous; train.mode=bounded; train.max_staleness=2 -> "previous" is not that
 algorithm.loss=m2po; algorithm.old_policy=rollout -> train.mode = "sync"
+data.heldout= -> data.heldout_fraction
+data.heldout=a.json; data.heldout_fraction=0.1 -> data.heldout_fraction
+data.system=You add. -> data.system needs data.prompt_template = "chat"
+data.prompt_template=chat; data.chat_template_kwargs.messages=1 -> data.chat_template_kwargs.messages: Metronome
+data.prompt_template=chat; data.chat_template_kwargs.tools=add -> data.chat_template_kwargs.tools = 'add'
+data.prompt_template=chat; data.chat_template_kwargs.day=2026-11-26 -> data.chat_template_kwargs.day
+data.prompt_template=chat; data.chat_template_kwargs=3 -> data.chat_template_kwargs = 3: must be a table
+data.columns.answr=x -> did you mean data.columns.answer?
+data.train=[] -> data.train
+data.train=[{path = "a", weight = 1}, "b"] -> data.train: give each of its sets a weight, or none
+data.train=[{path = "a", weight = -1}] -> data.train
+data.train=[{path = "a", wieght = 1}] -> a path, or a list of paths or of tables such as
+data.train=3 -> data.train = 3: expected a path
 algorithm.bapo.low=[0.5, 2] -> algorithm.bapo.low.1 = 2
 algorithm.bapo.share=2 -> algorithm.bapo.share = 2
 """

@@ -2,11 +2,9 @@
 
 import pytest
 
-from engine.config import Config, Stage
+from engine.config import Stage
 from engine.config.recipe import load_config
-from engine.config.reference import reference_page
 from engine.config.stages import OWN_COLUMNS, REFERENCE_COLUMN, ROUTES_COLUMN
-from engine.config.table import keys_in
 from engine.config.tree import Tree
 from engine.errors import BadInput
 from engine.run.folder import dump_config
@@ -104,9 +102,3 @@ def test_a_mistake_in_a_stage_names_its_key(recipe, override, said):
     with pytest.raises(BadInput) as error:
         load_config(recipe, [override])
     assert str(error.value).startswith(f"--set: {said}")
-
-
-def test_the_reference_page_has_the_keys_of_a_stage():
-    assert {f"stages.NAME.{key}" for key in Stage.model_fields} <= set(keys_in(Config))
-    assert "## stages.NAME\n" in reference_page()
-    assert "| `stages.NAME.reward_weight` | `0.0` | number |" in reference_page()

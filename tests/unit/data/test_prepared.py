@@ -86,15 +86,6 @@ def test_a_training_row_like_one_of_the_share_that_is_held_out_is_left_out(files
     assert found.notes == ()
 
 
-def test_held_out_is_a_file_or_a_share(files):
-    with pytest.raises(
-        BadInput, match="give either data.heldout .* or, with data.heldout empty, data.heldout_fraction"
-    ):
-        config(data__heldout="")
-    with pytest.raises(BadInput, match="give either"):
-        config(data__heldout="a.json", data__heldout_fraction=0.1)
-
-
 def test_the_training_file_itself_as_the_evaluation_set_is_a_note_and_all_of_another_an_error(files):
     train = files("train.json", *rows(1, 2))
     twin = files("twin.json", *rows(2, 1))

@@ -45,24 +45,6 @@ def test_text_template_adds_nothing(tokenizer):
     assert (prompt.problem, prompt.answer, prompt.columns["n"]) == ("1+1=", "2", 0)
 
 
-def test_template_may_hold_other_braces(tokenizer):
-    encoded = encode_problems(problems(("{1}", "2")), tokenizer, Data(prompt_template="{} {problem}\n{problem}"), 64)
-    assert encoded.prompts[0].token_ids == spelled("{} {1}\n{1}")
-
-
-def test_chat_template(tokenizer):
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>{{ m.content }}</{{ m.role }}>{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
-    encoded = encode_problems(problems(("1+1=", "2")), tokenizer, CHAT, 64)
-    assert encoded.prompts[0].token_ids == spelled("<user>1+1=</user><assistant>")
-    direct = tokenizer.apply_chat_template(
-        [{"role": "user", "content": "1+1="}], add_generation_prompt=True, return_dict=False
-    )
-    assert encoded.prompts[0].token_ids == tuple(direct)
-
-
 CLOCK = datetime(2024, 7, 26, tzinfo=UTC)
 
 

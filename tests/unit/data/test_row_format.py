@@ -217,30 +217,6 @@ def test_tools_of_the_recipe_are_in_every_prompt(write, tmp_path):
     assert load_config(tmp_path / "dumped.toml", []) == made
 
 
-@pytest.mark.parametrize(
-    ("key", "message"),
-    [
-        ("data.system=You add.", r'data.system needs data.prompt_template = "chat"'),
-        ("data.chat_template_kwargs.messages=1", r"data\.chat_template_kwargs\.messages: Metronome itself"),
-        ("data.chat_template_kwargs.tools=add", r"kwargs\.tools = 'add': expected a list of tables"),
-        ("data.chat_template_kwargs.day=2026-11-26", r"data\.chat_template_kwargs.* must be"),
-        ("data.chat_template_kwargs=3", r"data\.chat_template_kwargs = 3: must be a table"),
-        ("data.columns.answr=x", r"did you mean data\.columns\.answer\?"),
-        ("data.train=[]", r"expected at least one problem set"),
-        ('data.train=[{path = "a", weight = 1}, "b"]', r"give each of its sets a weight, or none"),
-        ('data.train=[{path = "a", weight = -1}]', r"data\.train.* greater than 0"),
-        (
-            'data.train=[{path = "a", wieght = 1}]',
-            r"wieght.*: expected a path, or a list of paths or of tables such as",
-        ),
-        ("data.train=3", r"data\.train = 3: expected a path"),
-    ],
-)
-def test_wrong_keys_are_refused(key, message):
-    with pytest.raises(BadInput, match=message):
-        load_config(None, [*([] if "data.system" in key else CHAT), key])
-
-
 def test_other_columns_are_filled_into_a_template(write):
     path = write({"problem": "1+{x}=", "answer": "2", "kind": "sum", "extra": {"n": 1.0}})
     template = r"""{kind} {extra.n} {{kind}} \text{kind} {} {"a": {problem}}"""

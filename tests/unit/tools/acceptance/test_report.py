@@ -2,18 +2,13 @@
 
 import json
 
-from engine.tools.acceptance.supervisor import PartResult, as_json, summary, text, verdict
+from engine.tools.acceptance.supervisor import PartResult, as_json, summary, verdict
 
 FINE = PartResult("kernels", "ok", 12.3, ("attention cuda: 1e-7",), figures={"errors": [1e-7]})
 SKIPPED = PartResult("broadcast", "skipped", 1.0, reason="nccl needs two devices", remedy="use two")
 BROKEN = PartResult(
     "devices", "failed", 60.4, ("device 0 works",), reason="late; its log ends:\n    one\n    two", remedy="ask"
 )
-
-
-def test_a_section_says_what_was_seen_why_and_what_to_do():
-    assert text(FINE, 3, 8) == "## 3/8 kernels: ok (12 s)\n\n- attention cuda: 1e-7\n"
-    assert "- skipped: nccl needs two devices\n- what to do: use two\n" in text(SKIPPED, 4, 8)
 
 
 def test_the_summary_counts_and_lists_all_parts():
