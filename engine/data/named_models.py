@@ -8,7 +8,6 @@ import json
 import re
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,8 @@ REACH_S = 60.0
 """Time limit in seconds for S3 to list a folder, or to send a small file."""
 WAIT_S = 600.0
 """Seconds without another byte for which a process waits while another one copies the same model."""
+_File = tuple[str, int, str]
+"""Name, size and ETag of a file of a model."""
 _COPY = re.compile(rf".*/{COPIES}/(?P<name>.+@[0-9a-f]{{{DIGITS}}})")
 
 
@@ -66,21 +67,6 @@ def fetch_s3_config(path: str, folder: Path) -> None:
     (folder / "config.json").write_bytes(content)
 
 
-@dataclass(frozen=True)
-class _Object:
-    """A file of a model, as S3 lists it."""
-
-    key: str
-    """bucket/folder/name."""
-    name: str
-    size: int
-    etag: str
-
-    def is_in(self, folder: Path) -> bool:
-        file = folder / self.name
-        return file.is_file() and file.stat().st_size == self.size
-
-
 def _fetch_s3(path: str) -> Path:
     from huggingface_hub import constants
 
@@ -88,16 +74,15 @@ def _fetch_s3(path: str) -> Path:
     with s3_errors(f"model {path}"):
         store = open_s3()
         files = _listed(path, store)
-    listing = json.dumps([(file.name, file.size, file.etag) for file in files])
-    digest = hashlib.sha256(listing.encode()).hexdigest()[:DIGITS]
+    digest = hashlib.sha256(json.dumps(files).encode()).hexdigest()[:DIGITS]
     place = Path(constants.HF_HOME, COPIES, *above, f"{last}@{digest}")
     partial = place.with_name(f".{place.name}.partial")
     what = f"the copy {place} of {path}"
     try:
-        if all(file.is_in(place) for file in files):
+        if _are_in(place, files):
             return place
         with hold_lock(partial.with_suffix(".lock"), what, WAIT_S, progress=lambda: folder_size(partial)):
-            if not all(file.is_in(place) for file in files):
+            if not _are_in(place, files):
                 _copy(path, store, files, partial)
                 shutil.rmtree(place, ignore_errors=True)  # a file of it was removed
                 partial.rename(place)
@@ -106,18 +91,24 @@ def _fetch_s3(path: str) -> Path:
     return place
 
 
-def _copy(path: str, store: Any, files: Sequence[_Object], folder: Path) -> None:  # noqa: ANN401
+def _are_in(folder: Path, files: Sequence[_File]) -> bool:
+    """Whether a folder has all files in their sizes."""
+    found = [folder / name for name, _, _ in files]
+    return all(file.is_file() for file in found) and [file.stat().st_size for file in found] == [f[1] for f in files]
+
+
+def _copy(path: str, store: Any, files: Sequence[_File], folder: Path) -> None:  # noqa: ANN401
     """Copy the files of a model into a new folder. Raises BadInput if they are not those that were listed."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
+    place = "/".join(_parts(path))
     with s3_errors(f"model {path}"):
-        store.get([file.key for file in files], [str(folder / file.name) for file in files])
-        changed = set(files) ^ set(_listed(path, store))
-    wrong = sorted({file.name for file in changed} | {file.name for file in files if not file.is_in(folder)})
-    if wrong:
+        store.get([f"{place}/{name}" for name, _, _ in files], [str(folder / name) for name, _, _ in files])
+        changed = sorted({name for name, _, _ in set(files) ^ set(_listed(path, store))})
+    if changed or not _are_in(folder, files):
         raise BadInput(
-            f"model {path}: {wrong[0]} has changed on S3 since it was listed, or did not arrive whole; start again "
-            "when nobody writes there"
+            f"model {path}: {', '.join(changed) or 'a file'} has changed on S3 since it was listed, or did not arrive "
+            "whole; start again when nobody writes there"
         )
 
 
@@ -129,7 +120,7 @@ def _parts(path: str) -> list[str]:
     return parts
 
 
-def _listed(path: str, store: Any) -> list[_Object]:  # noqa: ANN401
+def _listed(path: str, store: Any) -> list[_File]:  # noqa: ANN401
     """The files of a model on S3 that are copied, sorted by name. Raises BadInput if it is none."""
     folder = "/".join(_parts(path))
     found = store.ls(folder, detail=True, timeout=REACH_S)
@@ -138,7 +129,7 @@ def _listed(path: str, store: Any) -> list[_Object]:  # noqa: ANN401
     there = {one["name"].removeprefix(f"{folder}/"): one for one in found if one["type"] == "file"}
     check_files(path, there, "on S3")
     return [
-        _Object(key=one["name"], name=name, size=one["size"], etag=one["ETag"])
+        (name, one["size"], one["ETag"])
         for name, one in sorted(there.items())
         if any(fnmatchcase(name, pattern) for pattern in MODEL_FILES)
     ]
