@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +29,7 @@ from engine.run.trace import Trace
 from engine.schedule import Schedule
 from engine.types import Group, JsonObject, StepReport
 from engine.wire import messages
-from engine.wire.columns import Row, open_group
+from engine.wire.columns import open_group
 from engine.wire.messages import TRAIN, EndOfStep, Message, Request, StillWaiting
 
 if TYPE_CHECKING:
@@ -346,8 +347,11 @@ class Plane:
             low = self.config.algorithm.gac_low
             seen = self.folder.first_figures("grad_cosine", WARM_UP) if low == "auto" else []
             self.service.notices.add_cosine(step, report.grad_cosine, upper_end(low, seen))
-        samples = await self._texts(ended.samples if ended is not None else [])
         tokenizer = self.service.tokenizer if self.service is not None else None
+        samples: list[Group] = []
+        if ended is not None and tokenizer is not None:  # decoding takes long
+            decoded = partial(open_group, decode=tokenizer.decode)
+            samples = await asyncio.to_thread(lambda: list(map(decoded, ended.samples)))
         self.folder.add_samples(
             step,
             samples,
@@ -360,13 +364,6 @@ class Plane:
         self.leases.flush_record()
         self.trace.flush()
         return messages.Done()
-
-    async def _texts(self, rows: Sequence[Row]) -> list[Group]:
-        """Return the groups with the text of their responses. A thread decodes them, since this takes long."""
-        if self.service is None:
-            return []
-        decode = self.service.tokenizer.decode
-        return await asyncio.to_thread(lambda: [open_group(row, decode=decode) for row in rows])
 
     async def _replay_progress(self, request: messages.ReplayProgress) -> EndOfStep | StillWaiting:
         """Record that a replica group goes on with its replay. A replica group that is `done` with a step waits for the

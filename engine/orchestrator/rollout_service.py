@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from engine.config import Config, Evaluate, Rollout
@@ -29,8 +29,8 @@ class RolloutService:
     producer: Producer
     tokenizer: Tokenizer
     verifier: VerifierPool
+    notices: RunEvents
     programs: ProgramPool | None = None
-    notices: RunEvents = field(default_factory=RunEvents)
 
 
 @asynccontextmanager
@@ -54,6 +54,7 @@ async def rollout_service(
     declare no instances, since others can join. In all other cases at least one is started. Instances may still be
     loading when the body begins: `pool.connect()` waits for them.
     """
+    notices = notices or RunEvents()
     pool = Pool(
         config=config,
         model=model,
@@ -97,8 +98,8 @@ async def rollout_service(
                 producer=producer,
                 tokenizer=tokenizer,
                 verifier=verifier,
+                notices=notices,
                 programs=programs,
-                notices=notices or RunEvents(),
             )
     finally:
         if programs is not None:

@@ -138,17 +138,6 @@ def test_groups_of_a_consumer_that_is_killed_are_given_again_and_trained_once(ru
     assert client.get_experience_data(step) is None
 
 
-def test_an_acknowledgement_after_the_groups_were_given_again_is_refused(client, step):
-    sample(client, step)
-    late = client.get_experience_data(step, "late")
-    again = client.get_experience_data(step, "other")
-    with pytest.raises(ServiceConflict, match="given to 'other'; drop the gradient"):
-        client.acknowledge(late)
-    client.acknowledge(again)
-    client.acknowledge(again)
-    assert client.get_experience_data(step) is None
-
-
 @pytest.mark.slow
 def test_a_flood_of_requests_neither_stops_a_step_nor_fills_the_memory(running, client, step):
     process = psutil.Process(client._child.pid)

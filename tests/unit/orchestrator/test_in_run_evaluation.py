@@ -54,7 +54,7 @@ def world(tmp_path, tiny_model, problems):
                 await pool.connect_instances()
                 pool.enter("one", url)
                 evaluation = InRunEvaluation(
-                    config, folder, RolloutService(pool, None, Tokenizer(tiny_model), None), notify
+                    config, folder, RolloutService(pool, None, Tokenizer(tiny_model), None, None), notify
                 )
                 evaluation.begin_run(0)
                 try:
