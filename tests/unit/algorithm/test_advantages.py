@@ -47,19 +47,26 @@ def test_all_are_tested():
     assert {name for name, known in ADVANTAGES.items() if known.scope == "batch"} == set(BATCH_SCOPE)
 
 
-@pytest.mark.parametrize("name", BY_HAND)
-def test_by_hand(name):
-    assert of(name, [1, 0, 0, 1], [2, 4, 6, 8]).tolist() == pytest.approx(BY_HAND[name], abs=1e-5)
+@pytest.mark.parametrize(
+    ("name", "rewards", "lengths", "expected"),
+    [
+        *((name, [1, 0, 0, 1], [2, 4, 6, 8], found) for name, found in BY_HAND.items()),
+        ("opo", [1, 0], [9, 1], [0.1, -0.9]),  # the baseline is weighed by length
+        ("opo", [1, 0], [0, 0], [0.0, 0.0]),
+        ("grpo_passk", [0.2, 1.0, 0.5], [1, 1, 1], [0, 0.5 / np.std([0.2, 1, 0.5], ddof=1), 0]),  # only the best counts
+        # of one and three tokens: mean 1/4, variance (9/16 + 3/16) / 3 = 1/4
+        ("reinforce_plus_plus", [[1.0, 0.0]], [[1, 3]], [[1.5, -0.5]]),
+        ("reinforce_plus_plus", [[1.0]], [[1]], [[0.0]]),
+    ],
+)
+def test_by_hand(name, rewards, lengths, expected):
+    np.testing.assert_allclose(of(name, rewards, lengths).numpy(), expected, rtol=0, atol=1e-5)
 
 
-def test_opo_weighs_the_baseline_by_length():
-    assert of("opo", [1, 0], [9, 1]).tolist() == pytest.approx([0.1, -0.9])
-    assert of("opo", [1, 0], [0, 0]).tolist() == [0.0, 0.0]
-
-
-def test_only_the_best_counts_for_pass_at_k():
-    expected = [0, 0.5 / np.std([0.2, 1, 0.5], ddof=1), 0]
-    assert of("grpo_passk", [0.2, 1.0, 0.5], [1, 1, 1]).tolist() == pytest.approx(expected, abs=1e-5)
+@pytest.mark.parametrize(("rewards", "expected"), [([1.0, 1.0 - 2e-6], 1e-6), ([1e-30, 0.0], 5e-31)])
+def test_a_small_difference_counts_and_rounding_does_not(rewards, expected):
+    assert of("dr_grpo", [1.0, 1.0 - 0.9e-6], [1, 1]).tolist() == [0.0, 0.0]
+    assert of("dr_grpo", rewards, [1, 1]).tolist() == pytest.approx([expected, -expected])
 
 
 @pytest.mark.parametrize("name", REFERENCE)
@@ -115,12 +122,6 @@ def test_rewards_that_differ_by_rounding_give_exactly_zero(name, value, steps, s
 def test_the_sum_of_a_group_is_zero_to_rounding(name, rewards):
     found = ADVANTAGES[name](torch.tensor(rewards, dtype=torch.float32), torch.ones(len(rewards))).double()
     assert abs(found.sum()) <= len(rewards) * (2**-23 * found.abs().max() + 2**-149)  # the least number of fp32
-
-
-def test_the_least_difference_that_counts():
-    assert of("dr_grpo", [1.0, 1.0 - 0.9e-6], [1, 1]).tolist() == [0.0, 0.0]
-    assert of("dr_grpo", [1.0, 1.0 - 2e-6], [1, 1]).tolist() == pytest.approx([1e-6, -1e-6])
-    assert of("dr_grpo", [1e-30, 0.0], [1, 1]).tolist() == pytest.approx([5e-31, -5e-31])
 
 
 @pytest.mark.parametrize("name", BATCH_SCOPE)
@@ -185,12 +186,6 @@ def test_batch_statistics_are_over_every_token(name, batch):
         spread = np.repeat(found.ravel(), lengths.astype(int).ravel())
         assert abs(spread.mean()) < 1e-6
         assert spread.var(ddof=1) == pytest.approx(1.0, abs=1e-3)
-
-
-def test_batch_statistics_by_hand():
-    # rewards 1 and 0, of one and three tokens: mean 1/4, variance (9/16 + 3/16) / 3 = 1/4
-    assert of("reinforce_plus_plus", [[1.0, 0.0]], [[1, 3]])[0].tolist() == pytest.approx([1.5, -0.5], abs=1e-5)
-    assert of("reinforce_plus_plus", [[1.0]], [[1]]).tolist() == [[0.0]]
 
 
 def test_overlong_shaping_by_hand():

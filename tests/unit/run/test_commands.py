@@ -26,14 +26,12 @@ SEVERAL = ["parallel.data=2", "parallel.nodes=2", "parallel.rendezvous=h:1"]
 def test_what_listens_on_loopback(monkeypatch, overrides, elsewhere, bound):
     for name in NAMES:
         monkeypatch.delenv(name, raising=False)
-    found = trainer_environment(load_config(None, overrides), elsewhere)
+    config = load_config(None, overrides)
+    found = trainer_environment(config, elsewhere)
     assert NAMES & found.keys() == bound
     assert {found[name] for name in bound} <= {name for _, name in socket.if_nameindex()}
-
-
-def test_what_the_user_has_set_stays(monkeypatch):
-    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")
-    assert "NCCL_SOCKET_IFNAME" not in trainer_environment(load_config(None), False)
+    monkeypatch.setenv("NCCL_SOCKET_IFNAME", "eth0")  # what the user has set stays
+    assert NAMES & trainer_environment(config, elsewhere).keys() == bound - {"NCCL_SOCKET_IFNAME"}
 
 
 def test_threads_on_borrowed_cores_wait_asleep(monkeypatch):

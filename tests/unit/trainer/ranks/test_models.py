@@ -15,16 +15,14 @@ def models(settings, **changes):
 
 
 @pytest.mark.parametrize("old_policy", ["previous", "behavior", "rollout"])
-@pytest.mark.parametrize("kl_coef", [0, 0.01])
-def test_there_are_no_models_but_those_that_are_needed(settings, old_policy, kl_coef):
-    found = models(settings, **{"algorithm.old_policy": old_policy, "algorithm.kl_coef": kl_coef})
+@pytest.mark.parametrize(
+    ("kl", "reference"), [({"algorithm.kl_coef": 0}, False), ({}, True), ({"stages.reference.tensor": 1}, False)]
+)
+def test_there_are_no_models_but_those_that_are_needed(settings, old_policy, kl, reference):
+    """The third: a stage of its own computes the reference."""
+    found = models(settings, **{"algorithm.old_policy": old_policy, **kl})
     assert (found.old is not None) == (old_policy == "previous")
-    assert (found.reference is not None) == (kl_coef > 0)
-
-
-def test_the_trainer_has_no_reference_where_a_stage_of_its_own_computes_it(settings):
-    found = models(settings, **{"algorithm.kl_coef": 0.01, "stages.reference.tensor": 1})
-    assert found.reference is None
+    assert (found.reference is not None) == reference
 
 
 @pytest.mark.parametrize("offload", [True, False])
