@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,7 +18,6 @@ from engine.orchestrator.run_events import RunEvents
 from engine.orchestrator.workers.program_pool import ProgramPool
 from engine.orchestrator.workers.verifier_pool import VerifierPool
 from engine.run.trace import Trace
-from engine.wire.verifier_messages import LoadTokenizer
 
 
 @dataclass(frozen=True)
@@ -70,9 +69,8 @@ async def rollout_service(
     try:
         async with HealthMonitor(pool):
             pool.spawn(config.rollout.instances if synced or joined else max(1, config.rollout.instances))
-            loading = asyncio.create_task(asyncio.to_thread(Tokenizer, model, config.rollout.stop))
-            await verifier.start(_for_verifiers(loading))
-            tokenizer = await loading
+            tokenizer = await asyncio.to_thread(Tokenizer, model, config.rollout.stop)
+            await verifier.start(tokenizer.for_verifiers)
             if programs is not None:
                 await programs.start(tokenizer.for_verifiers)
             partial = synced and config.rollout.partial
@@ -107,7 +105,3 @@ async def rollout_service(
         verifier.close()
         await pool.close()
         trace.flush()
-
-
-async def _for_verifiers(loading: Awaitable[Tokenizer]) -> LoadTokenizer:
-    return (await loading).for_verifiers

@@ -131,8 +131,7 @@ class ProgramPool:
             variables=json.dumps(self.config.data.chat_template_kwargs).encode(),
         )
         for worker in self._workers:
-            worker.process.launch()
-            worker.process.begin(tokenizer)
+            worker.process.launch(tokenizer)
         for worker in self._workers:
             await worker.process.ready()
             worker.begin_reading()

@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Awaitable, Coroutine, Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, TypeVar
@@ -117,18 +117,14 @@ class VerifierPool:
         ]
         self._idle: asyncio.Queue[VerifierProcess] = asyncio.Queue()
 
-    async def start(self, tokenizer: Awaitable[LoadTokenizer] | LoadTokenizer = NO_TOKENIZER) -> None:
-        """Start all workers and wait until each has loaded the reward. The processes start while `tokenizer`, which
-        decodes responses, is awaited.
+    async def start(self, tokenizer: LoadTokenizer = NO_TOKENIZER) -> None:
+        """Start all workers and wait until each has loaded the reward. `tokenizer` decodes responses.
 
         Raises BadInput if the reward can't be loaded, DeadlineError if loading takes longer than START_S.
         """
         try:
             for worker in self._workers:
-                worker.launch()
-            loaded = tokenizer if isinstance(tokenizer, LoadTokenizer) else await tokenizer
-            for worker in self._workers:
-                worker.begin(loaded)
+                worker.launch(tokenizer)
             for worker in self._workers:
                 await worker.ready()
                 self._idle.put_nowait(worker)
@@ -219,23 +215,18 @@ class VerifierProcess:
         self._reader: asyncio.StreamReader | None = None
         self._writer: asyncio.StreamWriter | None = None
         self._loading: asyncio.Task[None] | None = None
-        self._tokenizer = b""
-        """The framed `LoadTokenizer` message, once `_begun` is set."""
-        self._begun = asyncio.Event()
+        self._tokenizer = NO_TOKENIZER
 
-    def launch(self) -> None:
-        """Start the process; `ready` waits until it takes calls.
+    def launch(self, tokenizer: LoadTokenizer) -> None:
+        """Start the process; `ready` waits until it takes calls. Each one that replaces it gets the same tokenizer."""
+        self._tokenizer = tokenizer
+        self._start_loading()
 
-        Nothing is awaited here, so that `close` can't run in between.
-        """
+    def _start_loading(self) -> None:
+        """Nothing is awaited here, so that `close` can't run in between."""
         self._loading = asyncio.create_task(self._load(self._start_process()))
         # `ready` raises the error. Retrieving it here too keeps asyncio from warning if `ready` is not called again.
         self._loading.add_done_callback(lambda task: task.cancelled() or task.exception())
-
-    def begin(self, tokenizer: LoadTokenizer) -> None:
-        """Give this process, and each one that replaces it, the tokenizer."""
-        self._tokenizer = verifier_messages.frame_message(tokenizer)
-        self._begun.set()
 
     async def ready(self) -> None:
         """Wait until the process has loaded the reward.
@@ -293,12 +284,11 @@ class VerifierProcess:
         """Kill the process and start another in its place, unless it was closed."""
         if not self._closed:
             self._kill()
-            self.launch()
+            self._start_loading()
 
     def close(self) -> None:
         """Kill the process and start no new one."""
         self._closed = True
-        self._begun.set()
         self._kill()
 
     def _start_process(self) -> socket.socket:
@@ -337,10 +327,9 @@ class VerifierProcess:
 
     async def _wait_until_loaded(self, connection: socket.socket) -> None:
         self._reader, self._writer = await asyncio.open_connection(sock=connection)
-        await self._begun.wait()  # `start` ends this wait: it begins or closes the process
         try:
             async with asyncio.timeout(START_S):
-                self._writer.write(self._tokenizer)
+                self.send(self._tokenizer)
                 hello = await self.receive()
         except TimeoutError:
             raise DeadlineError(
