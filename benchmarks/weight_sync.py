@@ -280,7 +280,7 @@ class Orchestrator:
             config=self.config,
             folder=RunFolder(self.folder),
             trace=Trace(self.folder / "trace", "orchestrator"),
-            loader=SimpleNamespace(),
+            loader=SimpleNamespace(tokens=lambda: []),
             service=SimpleNamespace(pool=self.pool),
         )
         try:
