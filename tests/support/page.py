@@ -1,7 +1,6 @@
 """A page in a headless Chromium, driven over its own protocol (Chrome DevTools)."""
 
 import asyncio
-import base64
 import contextlib
 import json
 import os
@@ -80,13 +79,6 @@ class Page:
         text = {"text": key} if len(key) == 1 else {"windowsVirtualKeyCode": KEYS[key]}
         for kind in ("keyDown", "keyUp"):
             await self.call("Input.dispatchKeyEvent", type=kind, key=key, **text)
-
-    async def screenshot(self, file, whole=True):
-        """A picture of the page, or of what the window shows."""
-        size = await self.evaluate("[innerWidth, document.documentElement.scrollHeight]")
-        clip = {"x": 0, "y": 0, "width": size[0], "height": size[1], "scale": 1}
-        more = {"captureBeyondViewport": True, "clip": clip} if whole else {}
-        file.write_bytes(base64.b64decode((await self.call("Page.captureScreenshot", **more))["data"]))
 
 
 @contextlib.asynccontextmanager

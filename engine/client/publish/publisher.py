@@ -299,7 +299,8 @@ class Publisher:
         if self._connection.ask(SendBucket(info=info)).retry:
             raise Retry("an instance failed")
         try:
-            sent.wait()
+            if sent is not None:
+                sent.wait()
         except (TransferError, DeadlineError) as error:
             self._connection.ask(AbortSync(version=info.version, reason=f"{error} ({info.title})"))
             raise Retry(str(error)) from None

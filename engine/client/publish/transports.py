@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Protocol
 
 import torch
 
@@ -56,23 +55,9 @@ class Transport:
     def write(self, bucket: Bucket, info: BucketInfo) -> None:
         """Prepare the bucket and complete `info`, before the instances are told about the bucket."""
 
-    def send(self, bucket: Bucket) -> Sent:
-        """Begin to send the bytes, while the instances are told about the bucket."""
-        raise NotImplementedError
-
-
-class Sent(Protocol):
-    """A bucket's bytes on their way."""
-
-    def wait(self) -> None:
-        """Wait until the bytes are sent. Raises TransferError, DeadlineError."""
-
-
-class _AlreadySent:
-    """A transfer with nothing left to send."""
-
-    def wait(self) -> None:
-        """Return at once."""
+    def send(self, bucket: Bucket) -> Transfer | None:
+        """Begin to send the bytes, while the instances are told about the bucket; None if there are none to send."""
+        return None
 
 
 class FileTransport(Transport):
@@ -95,10 +80,6 @@ class FileTransport(Transport):
         except OSError as error:
             raise MetronomeError(f"{path}: weights could not be written: {error.strerror}") from None
         info.path = str(path)
-
-    def send(self, bucket: Bucket) -> Sent:
-        """Do nothing: the file is already there."""
-        return _AlreadySent()
 
 
 class GroupTransport(Transport):
@@ -138,10 +119,10 @@ class GroupTransport(Transport):
             self._group.close()
         self._group = None
 
-    def send(self, bucket: Bucket) -> Transfer | _AlreadySent:
+    def send(self, bucket: Bucket) -> Transfer | None:
         """Broadcast the tensors one by one, from where they are."""
         use_device(self.device)
-        return self._group.broadcast(*bucket.pieces()) if self._group is not None else _AlreadySent()
+        return self._group.broadcast(*bucket.pieces()) if self._group is not None else None
 
 
 def open_transport(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -62,45 +62,6 @@ piece take gigabytes."""
 
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 """Computes attention: (layer index, q [n, heads, dim], k and v [n, kv heads, dim]) -> [n, heads * dim]."""
-
-
-class HfNorm(Protocol):
-    """RMSNorm of a Hugging Face model."""
-
-    weight: Tensor
-    variance_epsilon: float
-
-
-class HfAttention(Protocol):
-    """Attention of a Hugging Face model. Some models lack the norms of queries and keys."""
-
-    head_dim: int
-    q_proj: nn.Linear
-    k_proj: nn.Linear
-    v_proj: nn.Linear
-    o_proj: nn.Linear
-    q_norm: HfNorm
-    k_norm: HfNorm
-
-
-class HfMlp(Protocol):
-    """Gated MLP of a Hugging Face model."""
-
-    gate_proj: nn.Linear
-    up_proj: nn.Linear
-    down_proj: nn.Linear
-
-    def act_fn(self, gate: Tensor, /) -> Tensor:
-        """Return the activation of the gate."""
-
-
-class HfBlock(Protocol):
-    """Decoder block of a Hugging Face model."""
-
-    self_attn: HfAttention
-    mlp: HfMlp
-    input_layernorm: HfNorm
-    post_attention_layernorm: HfNorm
 
 
 class RolloutModel:
@@ -229,7 +190,8 @@ class RolloutModel:
 class Layer:
     """One decoder block over rows of hidden states [n, hidden]. `attend` decides which rows attend to which."""
 
-    def __init__(self, block: HfBlock) -> None:
+    def __init__(self, block: Any) -> None:  # noqa: ANN401
+        """`block`: a decoder block of a Hugging Face model. Some lack the norms of queries and keys."""
         attention = block.self_attn
         mlp = block.mlp
         self.attention = attention
@@ -314,7 +276,8 @@ class Linear:
 class Norm:
     """RMSNorm: x / sqrt(mean(x²) + eps) * weight, over the last dimension. The weight may have more dimensions."""
 
-    def __init__(self, norm: HfNorm) -> None:
+    def __init__(self, norm: Any) -> None:  # noqa: ANN401
+        """`norm`: an RMSNorm of a Hugging Face model."""
         self._source = norm
         self.weight = norm.weight.float()
         self.eps = torch.tensor(float(norm.variance_epsilon))
