@@ -21,16 +21,24 @@ from engine.wire.rollout_messages import ROLLOUT_PROTOCOL
 from support.scripted import Scripted, until
 
 SPOKEN = {"protocol": ROLLOUT_PROTOCOL}
-GOOD = SPOKEN | {"name": "guest", "url": "http://127.0.0.1:4711"}
+
+
+def joining(url, name="guest"):
+    """The request of an instance that joins."""
+    return SPOKEN | {"name": name, "url": url}
+
+
+GOOD = joining("http://127.0.0.1:4711")
 
 
 @contextlib.asynccontextmanager
-async def running(folder, **rollout):
+async def running(folder, taken=True, **rollout):
     """(pool, server, call): `call` sends a request to a server that really listens."""
     config = Config(rollout={"heartbeat_s": 5, "wait_s": 20, "instances": 0, **rollout})
     pool = Pool(config, folder, folder)
     server = Server(config)
-    server.serve_pool(pool)
+    if taken:
+        server.serve_pool(pool)
     await pool.connect_instances()
     try:
         async with HealthMonitor(pool), server.listening(folder) as address, aiohttp.ClientSession() as session:
@@ -48,40 +56,39 @@ async def running(folder, **rollout):
     assert not (folder / "rollout.address").exists()
 
 
+@contextlib.asynccontextmanager
+async def joined(folder, instance=None, **rollout):
+    """(pool, server, call, url) with an instance that has joined and serves."""
+    async with running(folder, **rollout) as (pool, server, call), (instance or Scripted()).serving() as url:
+        assert (await call("POST", "/join", joining(url)))[0] == 200
+        await until(lambda: pool.serving == 1 and pool.instances[0].load is not None, "it")
+        yield pool, server, call, url
+
+
 async def test_an_instance_joins_serves_leaves_and_is_not_taken_in_again_by_itself(tmp_path):
-    async with running(tmp_path) as (pool, _, call), Scripted().serving() as url:
-        guest = SPOKEN | {"name": "guest", "url": url}
-        assert (await call("POST", "/join", guest))[0] == 200
-        await until(lambda: pool.serving == 1, "it")
-        assert await call("POST", "/join", guest | {"again": True}) == (200, {"state": "serving"})
+    async with joined(tmp_path) as (pool, _, call, url):
+        assert await call("POST", "/join", joining(url) | {"again": True}) == (200, {"state": "serving"})
         assert len(pool.instances) == 1
-        assert await call("POST", "/leave", {"name": "guest"}) == (200, {"state": "gone"})
-        assert (await call("GET", "/status"))[1]["instances"] == []
-        assert (await call("POST", "/join", guest | {"again": True}))[0] == 410
-        assert (await call("POST", "/join", guest))[0] == 200  # by hand, it may
-
-
-async def test_a_draining_instance_stays_until_it_has_finished(tmp_path):
-    async with running(tmp_path) as (pool, _, call), Scripted().serving() as url:
-        guest = SPOKEN | {"name": "guest", "url": url}
-        await call("POST", "/join", guest)
-        await until(lambda: pool.serving == 1, "it")
-        async with pool.borrow():
+        async with pool.borrow():  # it finishes what it has
             assert await call("POST", "/leave", {"name": "guest"}) == (200, {"state": "draining"})
-            assert (await call("POST", "/join", guest))[0] == 410
+            assert (await call("POST", "/join", joining(url)))[0] == 410
             assert (await call("GET", "/status"))[1]["instances"][0]["state"] == "draining"
         assert (await call("GET", "/status"))[1]["instances"] == []
+        assert (await call("POST", "/join", joining(url) | {"again": True}))[0] == 410
+        assert (await call("POST", "/join", joining(url)))[0] == 200  # by hand, it may
+        await until(lambda: pool.serving == 1, "it")
+        assert await call("POST", "/leave", {"name": "guest"}) == (200, {"state": "gone"})
 
 
 async def test_a_name_belongs_to_one_living_instance(tmp_path):
     async with running(tmp_path, heartbeat_s=0.1) as (pool, _, call), Scripted().serving() as other:
         first = Scripted()
         async with first.serving() as url:
-            await call("POST", "/join", SPOKEN | {"name": "guest", "url": url})
-            status, reply = await call("POST", "/join", SPOKEN | {"name": "guest", "url": other})
+            await call("POST", "/join", joining(url))
+            status, reply = await call("POST", "/join", joining(other))
             assert (status, url in reply["error"]["message"]) == (409, True)
         await until(lambda: pool.find_instance("guest").state == "out", "its silence")
-        assert (await call("POST", "/join", SPOKEN | {"name": "guest", "url": other}))[0] == 200
+        assert (await call("POST", "/join", joining(other)))[0] == 200
         await until(lambda: pool.serving == 1, "the new one")
         assert [one.client.url for one in pool.instances] == [other]
 
@@ -185,7 +192,7 @@ async def test_the_token_is_demanded_on_every_route_and_sent_to_instances(tmp_pa
             for method, route in ROUTES:
                 assert (await call(method, route, GOOD, headers=headers, raw=True))[0] == 401
         assert pool.instances == []
-        guest = SPOKEN | {"name": "guest", "url": url}
+        guest = joining(url)
         assert (await call("POST", "/join", guest))[0] == 200
         await until(lambda: set(instance.seen) == {f"Bearer {server.key}"}, "a heartbeat")
         assert (await call("POST", "/join", guest | {"token": "its own", "again": True}))[0] == 200
@@ -209,16 +216,13 @@ STRANGERS = [
 """Headers of a page's requests and of compressed bodies, and how they are answered, also with the token."""
 
 
-@pytest.mark.parametrize(("headers", "expected"), STRANGERS)
-async def test_no_request_of_a_web_page_is_taken_even_with_the_token(tmp_path, headers, expected):
-    async with running(tmp_path) as (pool, server, call), Scripted().serving() as url:
-        guest = SPOKEN | {"name": "guest", "url": url}
-        assert (await call("POST", "/join", guest))[0] == 200
-        for given in (headers, headers | authorization_headers(server.key)):
-            for method, route, body in (("POST", "/leave", {"name": "guest"}), ("GET", "/status", None)):
-                assert (await call(method, route, body, headers=given))[0] == expected
-        assert [one.state for one in pool.instances] != ["draining"]
-        assert (await call("GET", "/status"))[1]["instances"][0]["name"] == "guest"
+async def test_no_request_of_a_web_page_is_taken_even_with_the_token(tmp_path):
+    async with joined(tmp_path) as (pool, server, call, _):
+        for headers, expected in STRANGERS:
+            for given in (headers, headers | authorization_headers(server.key)):
+                for method, route, body in (("POST", "/leave", {"name": "guest"}), ("GET", "/status", None)):
+                    assert (await call(method, route, body, headers=given))[0] == expected
+        assert [one.state for one in pool.instances] == ["serving"]
 
 
 def test_listening_off_loopback_needs_the_token(monkeypatch):
@@ -242,11 +246,9 @@ async def test_a_port_that_is_taken(tmp_path):
 
 
 async def test_status_and_metrics_say_the_same(tmp_path):
-    async with running(tmp_path) as (pool, server, call), Scripted().serving() as url:
+    async with joined(tmp_path) as (pool, server, call, _):
         last = {"step": 4, "loss": -0.25, "versions_seen": [4]}
         server.serve(SimpleNamespace(last=last, failure=None, status=lambda: {"held_bytes": 7}))
-        await call("POST", "/join", SPOKEN | {"name": "guest", "url": url})
-        await until(lambda: pool.serving == 1 and pool.instances[0].load is not None, "it")
         pool.instances[0].record_version(4)
         status = (await call("GET", "/status"))[1]
         one = status["instances"][0]
@@ -281,9 +283,7 @@ SIZES = {
 async def test_the_size_of_the_pool_is_the_same_wherever_it_is_told(tmp_path, state):
     size, steps = SIZES[state]
     # nobody looks after it meanwhile: its next heartbeat would bring it back
-    async with running(tmp_path, heartbeat_s=60) as (pool, _, call), Scripted().serving() as url:
-        await call("POST", "/join", SPOKEN | {"name": "guest", "url": url})
-        await until(lambda: pool.serving == 1 and pool.instances[0].met, "it")
+    async with joined(tmp_path, heartbeat_s=60) as (pool, _, call, _):
         for act in steps:
             act(pool.instances[0])
         assert (pool.size, (await call("GET", "/status"))[1]["pool_size"]) == (size, size)
@@ -304,18 +304,14 @@ async def test_an_instance_for_which_there_are_not_files_enough_does_not_join(tm
         assert "raise the hard limit (ulimit -Hn)" in told
 
 
-async def test_nobody_joins_a_run_that_is_ending(tmp_path):
-    async with running(tmp_path) as (pool, _, call):
-        pool.give_up(ProcessDied("no rollout instance is left"))
-        status, reply = await call("POST", "/join", GOOD)
-        assert (status, "no rollout instance is left" in reply["error"]["message"]) == (503, True)
-        assert (await call("GET", "/status"))[1]["failure"] == "no rollout instance is left"
-
-
-async def test_nobody_joins_before_the_run_takes_instances(tmp_path):
-    async with running(tmp_path) as (pool, server, call):
-        server.pool = None
+async def test_nobody_joins_before_the_run_takes_instances_nor_when_it_is_ending(tmp_path):
+    async with running(tmp_path, taken=False) as (pool, server, call):
         assert (await call("POST", "/join", GOOD))[0] == 425
         assert (await call("POST", "/leave", {"name": "guest"}))[0] == 404
         assert (await call("GET", "/status"))[1]["instances"] == []
         assert (await call("GET", "/metrics"))[0] == 200
+        server.serve_pool(pool)
+        pool.give_up(ProcessDied("no rollout instance is left"))
+        status, reply = await call("POST", "/join", GOOD)
+        assert (status, "no rollout instance is left" in reply["error"]["message"]) == (503, True)
+        assert (await call("GET", "/status"))[1]["failure"] == "no rollout instance is left"
