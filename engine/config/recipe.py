@@ -103,9 +103,8 @@ def load_config(recipe: str | os.PathLike[str] | None, overrides: Iterable[str] 
     where = str(recipe) if recipe is not None else "--set"
     in_file = recipe_keys(recipe) if recipe is not None else {}
     overriding = override_keys(overrides)
-    tree = nest_keys(
-        _with_absolute_paths({**in_file, **overriding}), "--set" if overriding and _is_tree(in_file) else where
-    )
+    nest_keys(in_file, where)  # a mistake of the file alone is blamed on it
+    tree = nest_keys(_with_absolute_paths({**in_file, **overriding}), "--set")
     try:
         config = all_joining(Config.model_validate(tree))
     except ValidationError as error:
@@ -130,15 +129,6 @@ def _is_of(error: ValidationError, in_file: JsonObject, overriding: JsonObject) 
     except ValidationError:
         return False
     return bool(overriding)
-
-
-def _is_tree(flat: JsonObject) -> bool:
-    """Whether no key of a file is both a value and a table."""
-    try:
-        nest_keys(flat, "")
-    except BadInput:
-        return False
-    return True
 
 
 def recipe_keys(recipe: str | os.PathLike[str]) -> JsonObject:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -249,11 +250,7 @@ def _missing(value: object) -> bool:
 
 def _lone_surrogate(text: str) -> bool:
     """Whether the text contains half a character, which JSON can spell ("\\ud800") and no tokenizer accepts."""
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False
+    return re.search(r"[\ud800-\udfff]", text) is not None
 
 
 def _why(raw: list[tuple[str, JsonObject]], rejected: list[Rejected]) -> str:

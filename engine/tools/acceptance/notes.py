@@ -15,22 +15,28 @@ SLOWER_START_S = {"npu": 200.0}
 takes 120 to 200 s, because each process imports for a minute and then captures graphs."""
 
 
-class PartSkipped(MetronomeError):
+class PartEnded(MetronomeError):
+    """A part ends before its end."""
+
+    status: str
+
+    def __init__(self, reason: str, remedy: str = "") -> None:
+        """`remedy`: what to do; "" if nothing can be done or, for a failure, for the remedy in the part's own entry
+        (ACCEPTANCE)."""
+        super().__init__(reason)
+        self.remedy = remedy
+
+
+class PartSkipped(PartEnded):
     """A part cannot run on this machine."""
 
-    def __init__(self, reason: str, remedy: str = "") -> None:
-        """`remedy`: how to make it run; "" if nothing can be done."""
-        super().__init__(reason)
-        self.remedy = remedy
+    status = "skipped"
 
 
-class PartFailed(MetronomeError):
+class PartFailed(PartEnded):
     """A part has run and found something wrong."""
 
-    def __init__(self, reason: str, remedy: str = "") -> None:
-        """`remedy`: what to do; "" for the remedy in the part's own entry (ACCEPTANCE)."""
-        super().__init__(reason)
-        self.remedy = remedy
+    status = "failed"
 
 
 class NoteWriter:

@@ -11,7 +11,7 @@ from typing import cast
 from engine.errors import MetronomeError
 from engine.run.logs import log_traceback
 from engine.run.process import drop_lifeline, watch_lifeline
-from engine.tools.acceptance.notes import NoteWriter, PartFailed, PartSkipped, PartTask, notes_of
+from engine.tools.acceptance.notes import NoteWriter, PartEnded, PartTask, notes_of
 
 MODULES = {
     "versions": "device_parts",
@@ -42,10 +42,8 @@ def main(name: str, folder: Path, settings: list[str]) -> None:
         chosen = load_config(None, settings).platform.device
         function_of(name)(PartTask(platform=chosen, settings=tuple(settings), folder=folder, notes=notes))
         notes.end("ok")
-    except PartSkipped as skipped:
-        notes.end("skipped", str(skipped), skipped.remedy)
-    except PartFailed as failed:
-        notes.end("failed", str(failed), failed.remedy)
+    except PartEnded as ended:
+        notes.end(ended.status, str(ended), ended.remedy)
     except MetronomeError as error:
         notes.end("failed", f"{type(error).__name__}: {error}")
     except Exception as error:  # noqa: BLE001 - a library may raise anything on an untested machine

@@ -14,7 +14,7 @@ from engine.tools.comparison import accuracy, run_figures
 from engine.tools.comparison.accuracy import Difference
 from engine.tools.comparison.run_figures import ComparedRun, Row
 from engine.tools.comparison.verdict import Verdict, config_differences, format_percent, judge_runs
-from engine.tools.pages.assembly import assemble_page
+from engine.tools.pages import assemble_page
 from engine.tools.timeline import COLORS
 from engine.tools.watch.run_view import columns_of
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from engine.run.files import write_atomically
-from engine.tools.pages.assembly import assemble_page
+from engine.tools.pages import assemble_page
 from engine.tools.planner.planning import Planned, Sensitivity
 from engine.tools.planner.search import Ranked
 from engine.tools.watch.page import draw_page

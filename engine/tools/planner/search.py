@@ -96,16 +96,12 @@ def search_settings(
             made = change_config(config, keys)
             check_layout(shape, made.parallel)
             bound = bound_s(made, costs_of(made), lengths)
-        except BadInput as error:
-            reason = str(error)
-            continue
-        entry = (-bound, looked, Candidate(differing_keys(config, keys), made, bound))
-        layout = core_layout(made)
-        if on_cpu(config) and (layout not in of_layout or entry[0] > of_layout[layout][0]):
-            of_layout[layout] = entry
-        if len(best) == kept and -bound <= best[0][0]:
-            continue
-        try:
+            entry = (-bound, looked, Candidate(differing_keys(config, keys), made, bound))
+            layout = core_layout(made)
+            if on_cpu(config) and (layout not in of_layout or entry[0] > of_layout[layout][0]):
+                of_layout[layout] = entry
+            if len(best) == kept and -bound <= best[0][0]:
+                continue
             if made.platform.device in ("cuda", "npu"):
                 plan_run(made)  # rejects settings that do not fit into memory, among others
         except BadInput as error:

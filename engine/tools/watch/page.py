@@ -10,7 +10,7 @@ from pathlib import Path
 from engine.run.files import write_atomically
 from engine.run.logs import log_line
 from engine.run.process import report_errors, watch_lifeline
-from engine.tools.pages.assembly import assemble_page
+from engine.tools.pages import assemble_page
 from engine.tools.watch.run_view import RunView
 from engine.types import JsonObject
 
