@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from datetime import timedelta
-from typing import Protocol, TypeVar, cast
+from typing import TypeVar, cast
 
 import msgspec
 import torch
@@ -18,62 +18,44 @@ M = TypeVar("M", bound=Message)
 S = TypeVar("S", bound=msgspec.Struct)
 
 
-class Ranks(Protocol):
-    """A rank of a trainer, with a channel on the host over which the ranks agree. They never wait in a device
-    collective."""
+class Ranks:
+    """A rank of a trainer, with a channel on the host over which the ranks agree; here the only one, of a trainer of
+    one process. Ranks never wait in a device collective."""
 
-    name: str
+    name = "trainer"
     """The rank's name in messages and traces."""
-    replica_group: int
+    replica_group = 0
     """Number of the replica group that the rank belongs to. A replica group is the set of ranks that take windows
     together."""
-    replica_groups: int
-    leader: bool
+    replica_groups = 1
+    leader = True
     """Whether this rank talks to the orchestrator for its replica group."""
-    exports: bool
+    exports = True
     """Whether this rank takes part in an export of the weights. All other ranks hold copies."""
-    writes: bool
+    writes = True
     """Whether this rank sends its pipeline stage's tensors."""
-    stage: int
+    stage = 0
     """Number of the rank's pipeline stage."""
 
     def from_leader(self, act: Callable[[], M]) -> M:
         """Return the leader's result of `act` on every rank of its replica group, or raise its MetronomeError on all of
         them."""
+        return act()
 
     def from_leader_beside(self, act: Callable[[], M]) -> M:
         """Like `from_leader`, but called from a second thread; one thread makes all other calls."""
+        return act()
 
     def from_first(self, act: Callable[[], M]) -> M:
         """Return rank 0's result of `act` on every rank, or raise its MetronomeError on all of them."""
+        return act()
 
     def gather(self, message: S) -> list[S]:
         """Return every rank's message, in rank order, on every rank. All messages have one type."""
-
-
-class OneRank:
-    """A trainer of one process."""
-
-    name = "trainer"
-    replica_group = 0
-    replica_groups = 1
-    leader = True
-    exports = True
-    writes = True
-    stage = 0
-
-    def from_leader(self, act: Callable[[], M]) -> M:
-        """Return the result of `act`."""
-        return act()
-
-    from_leader_beside = from_first = from_leader
-
-    def gather(self, message: S) -> list[S]:
-        """Return the message of the only rank."""
         return [message]
 
 
-class HostRanks:
+class HostRanks(Ranks):
     """The ranks of torch.distributed's default group as data-parallel replicas. Each rank is one replica group, and
     rank 0 sends the weights. They communicate over gloo on the host. All ranks must construct it together.
 
@@ -83,13 +65,12 @@ class HostRanks:
     def __init__(self, timeout_s: float = 600.0) -> None:
         """`timeout_s`: seconds without a message on the channel after which a rank fails."""
         self.rank = dist.get_rank()
+        self.name = f"trainer-{self.rank}"
         self.world = dist.get_world_size()
         self.replica_group = self.rank
         self.replica_groups = self.world
-        self.leader = True
         self.exports = self.rank == 0
         self.writes = self.rank == 0
-        self.stage = 0
         self._wait = timedelta(seconds=timeout_s)
         self._everyone = dist.new_group(backend="gloo", timeout=self._wait) if self.world > 1 else None
         self._leaders: list[int] = list(range(self.world)) if self.world > 1 else []
@@ -98,11 +79,6 @@ class HostRanks:
         """The group of this rank's replica group; None if the rank is alone in it."""
         self._beside: dist.ProcessGroup | None = None
         """The same ranks, for a second thread: calls of one group must have the same order on all ranks."""
-
-    @property
-    def name(self) -> str:
-        """The rank's name in messages and traces."""
-        return f"trainer-{self.rank}"
 
     def from_leader(self, act: Callable[[], M]) -> M:
         """Return the leader's result of `act` on every rank of its replica group, or raise its MetronomeError on all of

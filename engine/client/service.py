@@ -15,7 +15,7 @@ import torch
 
 from engine.client.connection import Connection
 from engine.client.publish.publisher import PublishedModel, Publisher
-from engine.client.ranks import OneRank, Ranks
+from engine.client.ranks import Ranks
 from engine.config import Config
 from engine.errors import BadInput, DeadlineError, MetronomeError, ServiceFull, WeightsLost
 from engine.run.commands import service_command
@@ -263,7 +263,7 @@ class ServiceClient:
         return Publisher.of(
             config=self.config,
             connection=self.connection,
-            ranks=ranks or OneRank(),
+            ranks=ranks or Ranks(),
             folder=self._weights,
             device=device or torch.device("cpu"),
         )

@@ -15,7 +15,7 @@ from typing import Any
 
 from engine.client.connection import Connection
 from engine.client.publish.publisher import PublishedModel, Publisher
-from engine.client.ranks import OneRank, Ranks
+from engine.client.ranks import Ranks
 from engine.client.service import ServiceClient
 from engine.config import Config
 from engine.errors import BadInput, MetronomeError
@@ -156,7 +156,7 @@ class LiveRollouts(Rollouts):
     @classmethod
     def of(cls, service: ServiceClient, ranks: Ranks | None = None) -> LiveRollouts:
         """Return the rollouts of an external program with these ranks; None means one rank."""
-        alone = ranks or OneRank()
+        alone = ranks or Ranks()
         return cls(
             control=service.connection,
             ranks=alone,

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from engine.client.ranks import OneRank
+from engine.client.ranks import Ranks
 from engine.errors import BadInput, MetronomeError
 from engine.trainer.rollouts import LiveRollouts
 from engine.wire.messages import EndOfStep, Lease, Window
@@ -63,7 +63,7 @@ async def asked(conduct):  # noqa: F811
 
 def rollouts_of(asked):
     config = config_of({"train.micro_batch_tokens": 9})
-    return LiveRollouts(control=asked, ranks=OneRank(), publisher=None, config=config, prefetch=True)
+    return LiveRollouts(control=asked, ranks=Ranks(), publisher=None, config=config, prefetch=True)
 
 
 async def test_the_next_window_is_leased_and_prepared_while_one_is_trained(asked):
@@ -102,7 +102,7 @@ async def test_cores_are_shared_once_all_groups_are_generated(conduct):  # noqa:
     said = []
     rollouts = LiveRollouts(
         control=Asked(plane),
-        ranks=OneRank(),
+        ranks=Ranks(),
         publisher=SimpleNamespace(publish=lambda model, version: 0.0),
         config=config_of({"train.micro_batch_tokens": 9}),
         share_cores=said.append,
