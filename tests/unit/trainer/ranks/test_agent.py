@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
+from engine.run.commands import SCORER_RANK, TRAINER_RANK
 from engine.trainer.ranks.agent import KILL_S, _first_failure
 from support.runs import ROOT, wait_for
 
@@ -67,8 +68,10 @@ def test_a_rank_that_hears_no_signal_is_killed_soon(what, tmp_path):
         agent.wait()
 
 
-def test_an_agent_that_is_told_to_end_says_so_in_one_line(tmp_path):
-    command = [sys.executable, "-m", "engine.trainer.ranks.agent", "--ranks", "1", "--", "--folder", str(tmp_path)]
+@pytest.mark.parametrize(("module", "name"), [(TRAINER_RANK, "trainer"), (SCORER_RANK, "scorer")])
+def test_an_agent_that_is_told_to_end_says_so_in_one_line(tmp_path, module, name):
+    given = ["--ranks", "1", "--module", module, "--", "--folder", str(tmp_path)]
+    command = [sys.executable, "-m", "engine.trainer.ranks.agent", *given]
     temporary = tmp_path / "temporary"
     temporary.mkdir()
     environment = {**os.environ, "TMPDIR": str(temporary)}
@@ -81,7 +84,7 @@ def test_an_agent_that_is_told_to_end_says_so_in_one_line(tmp_path):
         agent.kill()
         agent.wait()
     assert agent.returncode == 1
-    assert "the trainer ranks are ended: SIGTERM" in said
+    assert f"the {name} ranks are ended: SIGTERM" in said
     assert not list(temporary.iterdir())
     assert "Traceback" not in said
 
