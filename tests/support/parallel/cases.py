@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 
 from engine.types import Group, Prompt, Response, Score
+from support.policies import response
 
 # 61 is padded under tensor parallelism
 VOCABULARY = 61
@@ -104,25 +105,15 @@ def _group(draw: random.Random, index: int, prompt: int, lengths: tuple[int, ...
         # transformers trains no embedding of its padding, 1
         return tuple(draw.randrange(2, VOCABULARY) for _ in range(length))
 
-    def response(length: int) -> Response:
+    def drawn(length: int) -> Response:
         mask = tuple(draw.random() < 0.8 for _ in range(length))
-        logprobs = tuple(-4.0 - 0.1 * (place % 5) for place in range(length))
-        return Response(
-            token_ids=ids(length),
-            logprobs=logprobs,
-            versions=((0, 0),),
-            loss_mask=mask,
-            finish_reason="stop",
-            text="",
-            seed=0,
-            instance="i",
-        )
+        return response(ids(length), [-4.0 - 0.1 * (place % 5) for place in range(length)], mask)
 
     question = Prompt(f"p{index}", "", "", ids(prompt))
     return Group(
         step=0,
         index=index,
         prompt=question,
-        responses=tuple(map(response, lengths)),
+        responses=tuple(map(drawn, lengths)),
         scores=tuple(Score(draw.random()) for _ in lengths),
     )
