@@ -1,4 +1,4 @@
-"""RMSNorm against torch's own, values and gradients, on both of its paths."""
+"""RMSNorm against torch's own, on both of its paths, and SwiGLU against torch's operations."""
 
 from types import SimpleNamespace
 
@@ -8,6 +8,7 @@ import torch.nn.functional as F
 
 from engine.model import norm as norms
 from engine.model.norm import RMSNorm, Sum, add_in_norm, add_to_made
+from engine.model.swiglu import SwiGLU
 from support.policies import assert_same, step_gradients
 from support.tiny_models import save
 
@@ -83,3 +84,21 @@ def test_a_sum_with_a_bias_or_dropout_is_made_at_once(monkeypatch):
     assert torch.equal(add_in_norm(True, False)((x, x), x, 0.0), 3 * x)
     assert add_in_norm(True, False)((x, None), x, 0.5).max() == 3  # 1 + 1 / (1 − 0.5)
     assert torch.equal(add_to_made(True, False)((x, None), Sum(x, x, made=2 * x), 0.0), 3 * x)
+
+
+def test_values_and_gradients_are_those_of_the_plain_operations():
+    joint = torch.randn(5, 3, 14, dtype=torch.float64, requires_grad=True)
+    swiglu = SwiGLU(None)
+    gate, up = joint.chunk(2, -1)
+    torch.testing.assert_close(swiglu(joint), F.silu(gate) * up, rtol=0, atol=0)
+    assert torch.autograd.gradcheck(swiglu, joint)
+    weight = torch.randn(5, 3, 7, dtype=torch.float64)
+    ours, theirs = (torch.autograd.grad((out * weight).sum(), joint)[0] for out in (swiglu(joint), F.silu(gate) * up))
+    torch.testing.assert_close(ours, theirs, rtol=1e-14, atol=1e-15)
+
+
+def test_swiglu_in_bfloat16_keeps_its_dtype():
+    joint = torch.randn(4, 8, dtype=torch.bfloat16, requires_grad=True)
+    out = SwiGLU(None)(joint)
+    out.sum().backward()
+    assert out.dtype == joint.grad.dtype == torch.bfloat16

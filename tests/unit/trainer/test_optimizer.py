@@ -1,4 +1,4 @@
-"""The optimizer's gradient norm: one call for all parameters, with the bits of Megatron's own functions."""
+"""The optimizer's gradient norm, with the bits of Megatron's functions, and a step's FLOP utilisation, by formula."""
 
 import pytest
 import torch
@@ -6,6 +6,7 @@ from megatron.core.optimizer import clip_grads
 from megatron.core.utils import local_multi_tensor_l2_norm
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from engine.model.flops import micro_step
 from support.policies import a_group, a_policy
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -48,3 +49,17 @@ def test_the_lowest_rate_is_that_of_the_config(settings):
     policy = a_policy(settings, **keys)
     policy.scheduler.step(increment=10**6)
     assert {group["lr"] for group in policy.optimizer.param_groups} == {1e-4}
+
+
+@pytest.mark.parametrize(("shared", "peak"), [(True, 0.5e12), (False, 0.5e12), (True, None)])
+def test_mfu_is_the_operations_of_the_step_over_its_training_time_and_the_peak(settings, monkeypatch, shared, peak):
+    """A device whose peak is not known has none."""
+    monkeypatch.setattr("engine.trainer.policy.peak_of", lambda name: peak)
+    policy = a_policy(settings, attention__shared_prompt=shared)
+    shape = policy.models.shape
+    policy.start_step()
+    policy.accumulate([a_group(lengths=(6, 6, 6, 6), prompt=9), a_group(lengths=(4, 4, 4, 4), prompt=9, index=1)])
+    sizes = [micro_step(sizes=shape, prompt=9, response=size, group=4, shared=shared) for size in (6, 4)]
+    policy.update(4)
+    figures = policy.figures()
+    assert figures.get("mfu") == (pytest.approx(sum(sizes) / (figures["train_s"] * peak)) if peak else None)
