@@ -39,7 +39,7 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class Request(msgspec.Struct):
+class OpenAIRequest(msgspec.Struct):
     """The keys of a request that are read. What is sampled is up to the recipe: temperature and such are not read."""
 
     messages: list[Any]
@@ -147,7 +147,7 @@ class _ConversationServer:
             return web.json_response(reply)
         return await _stream(request, reply, bool(asked.stream_options and asked.stream_options.include_usage))
 
-    async def _reply_to(self, body: Any, request: Request) -> dict[str, Any]:  # noqa: ANN401
+    async def _reply_to(self, body: Any, request: OpenAIRequest) -> dict[str, Any]:  # noqa: ANN401
         before = self._asked, self._reply
         if self._reply is None or body != self._asked:
             if self._reply is not None and not self._reply.done():
@@ -162,7 +162,7 @@ class _ConversationServer:
                 self._asked, self._reply = before
             raise
 
-    async def _answer(self, request: Request) -> dict[str, Any]:
+    async def _answer(self, request: OpenAIRequest) -> dict[str, Any]:
         tools = request.tools or None
         stop = request.stop or ()
         limit = request.max_completion_tokens or request.max_tokens or 0
@@ -237,10 +237,10 @@ class _ConversationServer:
         }
 
 
-def read_request(body: Any) -> Request:  # noqa: ANN401
+def read_request(body: Any) -> OpenAIRequest:  # noqa: ANN401
     """Check all of a request but its messages. Raises BadInput, which names a key that is wrong."""
     try:
-        request = msgspec.convert(body, Request)
+        request = msgspec.convert(body, OpenAIRequest)
     except msgspec.ValidationError as error:
         told, _, key = str(error).partition(" - at `$.")
         raise BadInput(f"{key.rstrip('`')}: {told}" if key else told) from None

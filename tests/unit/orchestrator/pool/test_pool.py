@@ -6,10 +6,13 @@ import time
 from functools import partial
 
 import pytest
-from engine.orchestrator.publish.sync import WeightSync
 
 from engine.errors import MetronomeError, ProcessDied
+from engine.orchestrator.publish.publishes import Publishes
 from engine.orchestrator.run_events import RunEvents
+from engine.orchestrator.run_state import RunState
+from engine.orchestrator.stages import stages_of
+from engine.orchestrator.steps import Steps
 from engine.wire.messages import OpenSync
 from engine.wire.rollout_messages import ROLLOUT_PROTOCOL
 from support.pool_world import worlds
@@ -84,12 +87,19 @@ async def test_an_instance_that_is_silent_whenever_it_is_checked_or_updated_is_l
 
     async with world(synced=True) as w:
         a, one = await w.join("a")
-        sync = WeightSync(w.pool, probe=None, timeout_s=10.0)
+        sync = Publishes(
+            config=w.pool.config,
+            pool=w.pool,
+            probe=None,
+            steps=Steps(stages_of(w.pool.config, None)),
+            run_state=RunState(),
+            trace=w.trace,
+        )
         for times in range(8):
             w.pool.check_arrivals(hangs if times < 4 else accept)
             await until(lambda: one.state == "starting" and one.met, "its return")
             if times >= 4:
-                opening = asyncio.create_task(sync.open_sync(OpenSync(version=times)))
+                opening = asyncio.create_task(sync.open(OpenSync(version=times)))
                 await until(lambda: one.updating, "an update")
             a.silent = True
             await until(lambda: one.state == "out", "its silence")
