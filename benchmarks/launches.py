@@ -100,7 +100,7 @@ ROW = PROMPT + sum(LENGTHS)
 
 def window() -> Sequence[Any]:
     """Two groups, each a micro-batch of its own."""
-    from engine.tools.acceptance.runs import random_group
+    from engine.tools.acceptance.run_parts import random_group
 
     return [random_group(prompt=PROMPT, lengths=LENGTHS, vocabulary=512, seed=index) for index in range(2)]
 

@@ -108,7 +108,7 @@ def counted(recipe: str, rank: int) -> dict[str, Any]:
 def groups(config: Any) -> list[Any]:  # noqa: ANN401
     """Groups of the recipe's size that fill one micro-batch, or as many as a pipeline has in flight."""
     from engine.config import WINDOW_PER_STAGE
-    from engine.tools.acceptance.runs import random_group
+    from engine.tools.acceptance.run_parts import random_group
 
     size = config.rollout.group_size
     tokens = max(config.train.micro_batch_tokens, config.rollout.max_context)

@@ -59,7 +59,7 @@ def counted(folder: Path, layers: int, experts: int) -> dict[str, int]:
     from engine import platform
     from engine.config.recipe import load_config
     from engine.model import experts as of_engine
-    from engine.tools.acceptance.runs import random_group
+    from engine.tools.acceptance.run_parts import random_group
     from engine.trainer.policy import Policy
 
     vars(of_engine)["product_for"] = lambda x, *sizes: vars(of_engine)["_by_torch"]

@@ -32,7 +32,7 @@ from common import alternating, build_policy, one_rank, random_qwen3, reset_peak
 from engine import platform
 from engine.model.flops import micro_step
 from engine.model.shape import ModelShape, read_shape
-from engine.tools.acceptance.runs import random_group
+from engine.tools.acceptance.run_parts import random_group
 
 POINTS = ((1024, 64, 8), (512, 256, 8), (128, 1024, 8))
 """(prompt, response, group) in tokens, tokens, responses."""

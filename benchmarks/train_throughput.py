@@ -26,7 +26,7 @@ import torch
 from common import alternating, build_policy, gradients, one_rank, random_qwen3, result
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from engine.tools.acceptance.runs import random_group
+from engine.tools.acceptance.run_parts import random_group
 from engine.types import Group
 
 PROMPT = 8

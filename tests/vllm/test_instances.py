@@ -21,7 +21,7 @@ from engine.config import Config
 from engine.errors import ProcessDied, WeightSyncError
 from engine.instance.vllm.session import KEEP_STALE_HEAD
 from engine.run.vllm_command import instance_command_line
-from engine.tools.acceptance.runs import MEDIUM, make_model
+from engine.tools.acceptance.run_parts import MEDIUM, make_model
 from engine.trainer.ranks.models import open_models
 from engine.wire.messages import BucketInfo
 from support.runs import ROOT, Tree, wait_for

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from engine.run.files import read_lines
 from engine.run.vllm_command import vllm_interpreter
-from engine.tools.acceptance.runs import MEDIUM, make_model
+from engine.tools.acceptance.run_parts import MEDIUM, make_model
 from support.listening import listening
 from support.runs import ROOT, Tree, base_settings, byte_tokenizer, launch, send, wait_for
 from support.tiny_models import save

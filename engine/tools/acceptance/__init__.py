@@ -2,5 +2,5 @@
 minutes.
 
 `supervisor` runs each part in a separate process (`part`), and `report` describes the results. `comparisons`,
-`plain_model`, `flops` and `broadcast` are also used by the benchmarks.
+`plain_model` and `broadcast` are also used by the benchmarks.
 """

@@ -3,33 +3,16 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from importlib import import_module
 from pathlib import Path
-from typing import cast
 
 from engine.errors import MetronomeError
 from engine.run.logs import log_traceback
 from engine.run.process import drop_lifeline, watch_lifeline
 from engine.tools.acceptance.notes import NoteWriter, PartEnded, PartTask, notes_of
 
-MODULES = {
-    "versions": "device_parts",
-    "devices": "device_parts",
-    "kernels": "device_parts",
-    "broadcast": "device_parts",
-    "completion": "run_parts",
-    "weight sync": "run_parts",
-    "training step": "run_parts",
-    "sync against periodic": "run_parts",
-}
-"""The module of each part. Its function has the part's name."""
-
-
-def function_of(part: str) -> Callable[[PartTask], None]:
-    """The function of a part. It is imported here, because that may fail on a machine that is not set up."""
-    module = import_module(f"engine.tools.acceptance.{MODULES[part]}")
-    return cast(Callable[[PartTask], None], getattr(module, part.replace(" ", "_")))
+NEED_A_RUN = ("completion", "weight sync", "training step", "sync against periodic")
+"""The parts in `run_parts`. The others are in `device_parts`."""
 
 
 def main(name: str, folder: Path, settings: list[str]) -> None:
@@ -40,7 +23,9 @@ def main(name: str, folder: Path, settings: list[str]) -> None:
     notes.doing("import of torch")
     try:
         chosen = load_config(None, settings).platform.device
-        function_of(name)(PartTask(platform=chosen, settings=tuple(settings), folder=folder, notes=notes))
+        module = import_module(f"engine.tools.acceptance.{'run_parts' if name in NEED_A_RUN else 'device_parts'}")
+        part = getattr(module, name.replace(" ", "_"))
+        part(PartTask(platform=chosen, settings=tuple(settings), folder=folder, notes=notes))
         notes.end("ok")
     except PartEnded as ended:
         notes.end(ended.status, str(ended), ended.remedy)

@@ -61,20 +61,3 @@ def turned(x: Tensor, angle: Tensor) -> Tensor:
     """Rotary positions: halves of the head as real and imaginary parts."""
     a, b = x.chunk(2, -1)
     return x * angle.cos() + torch.cat([-b, a], -1) * angle.sin()
-
-
-def sizes(shape: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Sizes of the model's tensors, by Hugging Face's names."""
-    hidden = shape.hidden
-    dim = shape.head_dim
-    queries = shape.heads * shape.head_dim
-    keys = shape.kv_heads * shape.head_dim
-    layer = {
-        "input_layernorm": (hidden,), "post_attention_layernorm": (hidden,),
-        "self_attn.q_norm": (dim,), "self_attn.k_norm": (dim,),
-        "self_attn.q_proj": (queries, hidden), "self_attn.k_proj": (keys, hidden), "self_attn.v_proj": (keys, hidden),
-        "self_attn.o_proj": (hidden, queries), "mlp.gate_proj": (shape.intermediate, hidden),
-        "mlp.up_proj": (shape.intermediate, hidden), "mlp.down_proj": (hidden, shape.intermediate),
-    }  # fmt: skip
-    layers = {f"model.layers.{n}.{name}.weight": size for n in range(shape.layers) for name, size in layer.items()}
-    return {**layers, "model.embed_tokens.weight": (shape.vocabulary, hidden), "model.norm.weight": (hidden,)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, suppress
+from contextlib import suppress
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -13,17 +13,12 @@ import aiohttp
 
 from engine.errors import BadInput, MetronomeError
 from engine.orchestrator.publish.probe import UNMEASURED
-from engine.tools.conformance import http_rules, response_rules, update_rules
 from engine.tools.conformance.reference import Reference
-from engine.tools.conformance.rules import ProtocolRule
+from engine.tools.conformance.rules import DEFINED, ProtocolRule
 from engine.tools.conformance.tried_engine import EngineCalls, TriedEngine
 from engine.wire.access_token import access_token
 
-MODULES = (http_rules, response_rules, update_rules)
-RULES: Sequence[ProtocolRule] = sorted(
-    (rule for module in MODULES for rule in vars(module).values() if isinstance(rule, ProtocolRule)),
-    key=lambda rule: not rule.required,
-)
+RULES: Sequence[ProtocolRule] = sorted(DEFINED, key=lambda rule: not rule.required)
 """All rules, in the order in which they are tried: as they are defined, and those that are not required at the end."""
 RULE_S = 10
 """Time limit of a rule, as a multiple of the deadline of a call."""
@@ -48,11 +43,11 @@ def conform(
     if shared is not None and not shared.is_dir():
         raise BadInput(f"--shared {shared}: there is no such folder")
     chosen = [rule for rule in RULES if not only or rule.name in only]
-    with ExitStack() as stack:
-        scratch = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="metronome-", dir=shared)))
+    url = _checked(url)
+    with tempfile.TemporaryDirectory(prefix="metronome-", dir=shared) as scratch:
         return asyncio.run(
             _conform(
-                url=_checked(url), model=model, dtype=dtype, scratch=scratch, timeout_s=timeout_s, rules=chosen, say=say
+                url=url, model=model, dtype=dtype, scratch=Path(scratch), timeout_s=timeout_s, rules=chosen, say=say
             )
         )
 

@@ -189,7 +189,9 @@ class TriedEngine(EngineCalls):
     async def load_buckets(self, infos: Iterable[JsonObject]) -> None:
         """Send the buckets of an update."""
         for info in infos:
-            await self.demand(200, "POST", "/update_weights", {"update_info": info})
+            answer = await self.ask("POST", "/update_weights", {"update_info": info})
+            if answer.status != 200:
+                raise RefusedCall(f"POST /update_weights answered {answer}, expected 200")
 
     async def finish_update(self, version: int, probe: Sequence[int] = ()) -> list[float]:
         """Set the version, and serve it. Return the log-probabilities of the probe. Raise RefusedCall if the reply
@@ -204,13 +206,6 @@ class TriedEngine(EngineCalls):
         await self.begin_update()
         await self.call(Update(BaseWeights(perturb)))
         await self.finish_update(version)
-
-    async def demand(self, status: int, method: str, path: str, body: JsonObject | bytes | None = None) -> Answer:
-        """Send any request, and raise RefusedCall unless the reply has this status."""
-        answer = await self.ask(method, path, body)
-        if answer.status != status:
-            raise RefusedCall(f"{method} {path} answered {answer}, expected {status}")
-        return answer
 
     async def restore(self) -> None:
         """Restore the weights with which it was started, as version 0, with nothing paused."""

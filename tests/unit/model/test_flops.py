@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from engine.model.flops import forward_flops, micro_step, peak_of, training_flops
 from engine.model.layout import Segment
@@ -15,7 +16,16 @@ from engine.tools.acceptance.comparisons import TINY
 
 def test_the_formula_is_torchs_count_of_the_plain_model():
     """The plain model also computes hidden pairs, so the pairs are tokens²."""
-    weights = {name: torch.zeros(size) for name, size in plain_model.sizes(TINY).items()}
+    config = Qwen3Config(
+        vocab_size=TINY.vocabulary,
+        hidden_size=TINY.hidden,
+        intermediate_size=TINY.intermediate,
+        num_hidden_layers=TINY.layers,
+        num_attention_heads=TINY.heads,
+        num_key_value_heads=TINY.kv_heads,
+        head_dim=TINY.head_dim,
+    )
+    weights = Qwen3ForCausalLM(config).state_dict()
     prompt = 20
     response = 12
     with torch.no_grad(), FlopCounterMode(display=False) as counter:

@@ -8,9 +8,9 @@ import torch
 from safetensors.torch import save_file
 
 from engine import platform
-from engine.tools.acceptance import run_parts, runs
+from engine.tools.acceptance import run_parts
 from engine.tools.acceptance.notes import NoteWriter, PartFailed, PartTask
-from engine.tools.acceptance.runs import configuration, embedded_on_cpu, rollout_choice
+from engine.tools.acceptance.run_parts import configuration, embedded_on_cpu, rollout_choice
 
 CPU = platform.PLATFORMS["cpu"]
 CUDA = platform.PLATFORMS["cuda"]
@@ -34,8 +34,8 @@ def machine(monkeypatch):
     """Sets the number of CUDA devices, and what the environment with vLLM was built for (None: there is none)."""
 
     def set_to(devices, vllm):
-        monkeypatch.setattr(runs, "device_count", lambda machine: devices)
-        monkeypatch.setattr(runs, "_no_vllm", lambda machine: "" if vllm else "no vLLM")
+        monkeypatch.setattr(run_parts, "device_count", lambda machine: devices)
+        monkeypatch.setattr(run_parts, "_no_vllm", lambda machine: "" if vllm else "no vLLM")
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
     return set_to
