@@ -385,11 +385,10 @@ def _set_limits(choices: Choices, kind: str) -> str:
 def _keep_timezones(tree: Mapping[str, Any]) -> None:
     """Fill in the time zones of schedules for which none was chosen: the one that the deployment has on the server,
     else that of this name's other schedule."""
-    there = {one["name"]: _schedules_of(one) for one in tree["deployments"] if "schedules" in one}
     zones = {
-        name: found.schedule.timezone
-        for name, schedules in there.items()
-        for found in schedules
+        one["name"]: found.schedule.timezone
+        for one in tree["deployments"]
+        for found in (_schedules_of(one) if "schedules" in one else ())
         if isinstance(found.schedule, CronSchedule) and found.schedule.timezone
     }
     for one in tree["deployments"]:
@@ -444,7 +443,7 @@ def _row(one: Mapping[str, Any]) -> str:
             for found in client.read_deployment_schedules(deployment):
                 if found.slug not in wanted:
                     client.delete_deployment_schedule(deployment, found.id)
-            for found in client.read_deployment_schedules(deployment):
+                    continue
                 cron = found.schedule
                 what = f"{cron.cron} {cron.timezone}" if isinstance(cron, CronSchedule) else str(cron)
                 when.append(f", {what}{'' if found.active else ' (paused)'}")

@@ -99,7 +99,8 @@ def prune(
                     elif lock.parent.is_dir():
                         held.enter_context(hold_lock(lock, f"run folder {folder.path}", 0.0))
                 own = old[folder.path] if whole else list(_of_run(folder, keep_steps, records, models))
-                _remove(own if apply else ())
+                for one in own if apply else ():
+                    one.remove()
         except BadInput as error:
             print_error(f"warning: {error}. It is left as it is")
             old.pop(folder.path, None)
@@ -107,7 +108,8 @@ def prune(
         found += own
     for output in outputs:
         downloads = list(_downloads(output, _models_of_runs([output], old)))
-        _remove(downloads if apply else ())
+        for one in downloads if apply else ():
+            one.remove()
         found += downloads
     return "\n".join([_table(found, apply), *_hub_cache()])
 
@@ -227,11 +229,6 @@ def _hub_cache() -> list[str]:
         return []
     note = "shared with other programs, so it stays: hf cache ls and hf cache rm"
     return [f"the hub's cache has {format_size(found.size_on_disk)} ({note})"] if found.repos else []
-
-
-def _remove(found: Sequence[Removable]) -> None:
-    for one in found:
-        one.remove()
 
 
 def _table(found: Sequence[Removable], applied: bool) -> str:

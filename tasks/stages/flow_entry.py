@@ -60,6 +60,7 @@ def enter_flow(config: Config, begun: RunStart, resume: bool) -> Iterator[Stages
     (`tasks.attempt.count_attempt`). If MLflow does not answer, see `crashed_without_tracking`.
     """
     folder = RunFolder(config.folder)
+    signed = {"flow_run": str(flow_run.root_flow_run_id)}
     again = begun_by_this_flow(folder)
     if not again:
         check_run_folder(config, resume)
@@ -79,10 +80,10 @@ def enter_flow(config: Config, begun: RunStart, resume: bool) -> Iterator[Stages
             folder.write_failure(error)
             raise
         if not folder.config.exists():
-            _sign(folder)  # before the config, because a folder with a config but no flow run counts as another run's
+            update_run(folder.path, **signed)  # before the config: one without a flow run counts as another run's
         update_run(folder.path, start=begun)
         folder.create(config, resume=again or resume)
-        _sign(folder)  # after the config, which until now may be the previous flow run's, with other settings
+        update_run(folder.path, **signed)  # after the config, which until now may be the previous flow run's
         if again:
             say("resume", f"the previous attempt ended: {why}")
         with crashed_without_tracking():
@@ -114,10 +115,6 @@ def begun_by_this_flow(folder: RunFolder) -> bool:
 def _written(folder: RunFolder) -> list[int]:
     """The sizes of steps.jsonl and run.json, which grow while the holder of a run folder makes progress."""
     return [file.stat().st_size if file.exists() else 0 for file in (folder.steps, folder.path / FILE)]
-
-
-def _sign(folder: RunFolder) -> None:
-    update_run(folder.path, flow_run=str(flow_run.root_flow_run_id))
 
 
 def _name_file(config: Config) -> Path | None:

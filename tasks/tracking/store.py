@@ -79,16 +79,12 @@ class TrackingAway(MetronomeError):
     """MLflow did not answer for as long as a run waits for it. It may answer when the run is resumed."""
 
 
-def _store_errors() -> tuple[type[Exception], ...]:
-    """The errors that MLflow's tracking and artifact stores raise. Errors of the library requests are OSErrors; that of
-    a locked database is raw only while MLflow opens the store."""
-    common = (mlflow.MlflowException, OSError, ImportError, BotoCoreError, ClientError, OperationalError)
-    if importlib.util.find_spec("boto3") is None:
-        return common
-    return *common, importlib.import_module("boto3.exceptions").Boto3Error
-
-
-STORE_ERRORS = _store_errors()
+STORE_ERRORS: tuple[type[Exception], ...] = (mlflow.MlflowException, OSError, ImportError, BotoCoreError, ClientError)
+STORE_ERRORS += (OperationalError,)
+"""The errors that MLflow's tracking and artifact stores raise. Errors of the library requests are OSErrors; that of a
+locked database is raw only while MLflow opens the store."""
+if importlib.util.find_spec("boto3") is not None:
+    STORE_ERRORS += (importlib.import_module("boto3.exceptions").Boto3Error,)
 
 
 def is_refused(error: Exception) -> bool:
