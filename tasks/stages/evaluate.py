@@ -27,7 +27,7 @@ from tasks.terminal.console import say
 from tasks.terminal.progress_display import show_progress
 from tasks.tracking import evaluation_texts
 from tasks.tracking.artifact_cells import table_rows
-from tasks.tracking.metric_names import BEST_AT_ONE, SAME_AT_ONE
+from tasks.tracking.mirror import BEST_AT_ONE, SAME_AT_ONE
 
 
 def _worth_retrying(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401

@@ -20,7 +20,7 @@ from engine.run.folder import CONFIG, RunFolder
 from engine.run.run_file import ContinueFrom, RunStart, read_run
 from tasks.terminal.console import named_deployment, say
 from tasks.terminal.progress_display import fetched, show_progress
-from tasks.tracking.metric_names import clean_name
+from tasks.tracking.mirror import clean_name
 from tasks.tracking.store import STORE_ERRORS, first_line, retry_while_away, whole_store
 from tasks.tracking.tracked_run import quote_name, shown_uri, tracking_uri
 

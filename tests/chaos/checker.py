@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from engine.run.files import read_lines
 from support.runs import ROOT
-from tasks.tracking.metric_names import metric_name, metric_values
+from tasks.tracking.mirror import metric_name, metric_values
 
 FORBIDDEN = ("Traceback", "JSONDecodeError", "ExceptionGroup")
 FRAME = re.compile(r'File "([^"]+)", line')

@@ -3,7 +3,7 @@ import re
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tasks.tracking.metric_names import metric_name, metric_values
+from tasks.tracking.mirror import metric_name, metric_values
 
 
 def test_figures_of_a_row():

@@ -18,7 +18,7 @@ from flows.local import train_here
 from support.run_folders import add_line, newer_attempt
 from tasks.attempt import RegisteredPolicy
 from tasks.tracking import evaluations, others, store, tracked_run
-from tasks.tracking.metric_names import metric_name
+from tasks.tracking.mirror import metric_name
 
 
 @pytest.fixture(scope="module")
