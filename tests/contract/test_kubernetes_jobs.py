@@ -111,10 +111,3 @@ async def test_what_clusters_differ_in_reaches_the_pod(tmp_path):
     assert {"name": "MINE", "value": "1"} in container["env"]
     paths = [one["hostPath"]["path"] for one in pod["spec"]["volumes"] if "hostPath" in one]
     assert paths == ["/usr/local/Ascend/driver/tools"]
-
-
-async def test_the_schema_finds_what_kubernetes_would_refuse():
-    job = await job_of(read_template("kubernetes-cuda")[1])
-    job["spec"]["template"]["spec"]["scheduler"] = "volcano"
-    with pytest.raises(kubernetes_validate.ValidationError, match="'scheduler' was unexpected"):
-        check(job)

@@ -124,16 +124,13 @@ def test_every_odd_value_method_and_path_is_no_fault_and_has_no_effect(server):
     server.check_all(table(server))
 
 
-def test_requests_of_any_content_are_no_fault_and_have_no_effect(server):
-    fuzz_routes.fuzz(server, 200, well_formed(server))
-
-
-def test_requests_with_odd_headers_are_no_fault_and_have_no_effect(server):
-    fuzz_routes.fuzz(server, 100, odd_http(server))
-
-
-def test_requests_that_end_early_are_no_fault_and_have_no_effect(server):
-    fuzz_routes.fuzz(server, 100, cut_off(server), end=True)
+@pytest.mark.parametrize(
+    ("kind", "examples", "end"), [(well_formed, 200, False), (odd_http, 100, False), (cut_off, 100, True)]
+)
+def test_requests_of_any_content_with_odd_headers_or_cut_off_are_no_fault_and_have_no_effect(
+    server, kind, examples, end
+):
+    fuzz_routes.fuzz(server, examples, kind(server), end=end)
 
 
 def test_bad_updates_leave_the_weights_and_the_way_to_good_ones(server):

@@ -4,7 +4,6 @@ on-policy, and as accurate as on the embedded engine."""
 import gzip
 import json
 import os
-import re
 import subprocess
 import sys
 import time
@@ -15,7 +14,6 @@ from safetensors.torch import load_file, save_file
 
 from engine.run.files import read_lines
 from engine.run.vllm_command import vllm_interpreter
-from engine.tools.acceptance.run_parts import MEDIUM, make_model
 from support.listening import listening
 from support.runs import ROOT, Tree, base_settings, byte_tokenizer, launch, send, wait_for
 from support.tiny_models import save
@@ -124,24 +122,6 @@ def test_sync_and_periodic_train_the_same_weights_in_batches_of_other_sizes(sett
     (trace,) = (tmp_path / "periodic/profile/instance-0").glob("*.pt.trace.json.gz")
     events = json.loads(gzip.decompress(trace.read_bytes()))["traceEvents"]
     assert any(event["name"].startswith("aten::") for event in events)
-
-
-@pytest.mark.slow
-def test_a_run_whose_instances_batches_change_a_bit_ends_with_their_message(settings, tmp_path):
-    wide = {"model.path": str(make_model(tmp_path / "wide", MEDIUM)), "rollout.instances": 1, "rollout.timeout_s": 300}
-    own = {"rollout.engine": "vllm", "rollout.deterministic": True}
-    code, output = launch(settings | wide | own, tmp_path)
-    if code == 0:
-        pytest.skip("on this CPU a batch changes no bit of a model of this width")
-    assert code == 2, output
-    assert re.search(
-        r"^error: instance-0: rollout\.deterministic = true, but vLLM .* gives different bits for the same request",
-        output,
-        re.M,
-    )
-    log = (tmp_path / "run/logs/instance-0.log").read_text()
-    assert log.count("rollout.deterministic = true, but") == 1  # it was started once
-    assert not (tmp_path / "run/policy").exists()
 
 
 def test_replicas_that_share_experts_train_from_a_live_queue(problems, tmp_path, monkeypatch):
