@@ -334,7 +334,7 @@ class VllmBackend:
     # workers --------------------------------------------------------------------------------------
 
     async def _call_workers(self, action: str, argument: Any = None) -> list[Any]:  # noqa: ANN401
-        """Carry out an action (ACTIONS in worker_extension.py) in every worker and return the results.
+        """Call a method of WeightSession in every worker and return the results.
 
         Raise Refusal with the first error, or if the argument can't be sent.
         """

@@ -3,23 +3,11 @@ collective_rpc."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 from engine.errors import MetronomeError
 from engine.instance.refusals import as_refusal
 from engine.instance.vllm.session import WeightSession
-
-ACTIONS: dict[str, Callable[..., Any]] = {
-    "state": WeightSession.state,
-    "begin": WeightSession.begin,
-    "poll": WeightSession.poll,
-    "start": WeightSession.start,
-    "stage": WeightSession.stage,
-    "finish": WeightSession.finish,
-    "abort": WeightSession.abort,
-}
-"""The actions that the backend can request. Each takes the session and at most one argument."""
 
 
 class WorkerExtension:
@@ -28,7 +16,8 @@ class WorkerExtension:
     _metronome_session: WeightSession | None = None
 
     def metronome(self, action: str, argument: Any = None) -> dict[str, Any]:  # noqa: ANN401
-        """Carry out an action. Return {"result": …}, or {"error": …, "kind": …, "status": …} for a MetronomeError.
+        """Call the method `action` of the worker's WeightSession, with at most one argument. Return {"result": …}, or
+        {"error": …, "kind": …, "status": …} for a MetronomeError.
 
         Errors are returned because vLLM ends the engine for some raised errors and loses the message of others.
         """
@@ -36,7 +25,7 @@ class WorkerExtension:
             self._metronome_session = WeightSession(self)
         arguments = () if argument is None else (argument,)
         try:
-            return {"result": ACTIONS[action](self._metronome_session, *arguments)}
+            return {"result": getattr(self._metronome_session, action)(*arguments)}
         except MetronomeError as error:
             refusal = as_refusal(error)
             return {"error": str(error), "kind": refusal.kind, "status": refusal.status}

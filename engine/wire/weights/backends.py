@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib
 import os
 import time
-from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -35,22 +34,20 @@ class Membership:
     timeout_s: float
 
 
-class GroupBackend(ABC):
+class GroupBackend:
     """A backend of torch.distributed."""
 
     device: ClassVar[str]
     """Type of the devices whose memory it sends."""
 
-    @abstractmethod
     def make(self, place: Membership) -> Any:  # noqa: ANN401
         """Make the group. Raises BadInput if this process lacks the backend, RuntimeError if the members fail."""
+        raise NotImplementedError
 
-    @abstractmethod
     def connect(self, group: Any, device: torch.device) -> None:  # noqa: ANN401
-        """Connect the members over their `device`, so that no broadcast has to. Blocks, without a deadline, until all
-        members have called it. Raises RuntimeError."""
+        """Connect the members over their `device`, so that no broadcast has to, unless making the group has done it.
+        Blocks, without a deadline, until all members have called it. Raises RuntimeError."""
 
-    @abstractmethod
     def abort(self, group: Any) -> None:  # noqa: ANN401
         """End the group's broadcasts, if the backend can. May block. Raises RuntimeError."""
 
@@ -60,7 +57,7 @@ class GroupBackend(ABC):
 
 
 class Gloo(GroupBackend):
-    """Sends from host memory to host memory."""
+    """Sends from host memory to host memory. A broadcast ends at its timeout, or when a member leaves."""
 
     device = "cpu"
 
@@ -70,12 +67,6 @@ class Gloo(GroupBackend):
         options._timeout = timedelta(seconds=place.timeout_s)
         options._devices = [dist.ProcessGroupGloo.create_device(hostname=place.own)]
         return dist.ProcessGroupGloo(place.store, place.rank, place.world, options)
-
-    def connect(self, group: Any, device: torch.device) -> None:  # noqa: ANN401
-        """Do nothing: making the group connects the members."""
-
-    def abort(self, group: Any) -> None:  # noqa: ANN401
-        """Do nothing: a broadcast ends at its timeout, or when a member leaves."""
 
 
 class DeviceBackend(GroupBackend):
@@ -114,7 +105,8 @@ class Nccl(DeviceBackend):
 
 
 class Hccl(DeviceBackend):
-    """Sends between NPUs."""
+    """Sends between NPUs. Running calls end by HCCL_CONNECT_TIMEOUT or HCCL_EXEC_TIMEOUT: torch_npu's own abort holds
+    the interpreter lock while it waits."""
 
     device = "npu"
 
@@ -136,12 +128,6 @@ class Hccl(DeviceBackend):
         # without ranks torch_npu would mistake the group for the process's default group
         options.global_ranks_in_group = list(range(place.world))
         return made(place.store, place.rank, place.world, options)
-
-    def abort(self, group: Any) -> None:  # noqa: ANN401
-        """Do nothing: running calls end by HCCL_CONNECT_TIMEOUT or HCCL_EXEC_TIMEOUT.
-
-        torch_npu's own abort holds the interpreter lock while it waits.
-        """
 
     def finish(self, work: dist.Work) -> None:
         """Raise RuntimeError if the broadcast failed; HCCL's `wait` does not."""
