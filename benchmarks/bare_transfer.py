@@ -29,7 +29,7 @@ def bare_transfer(
         yield lambda: write_and_read(sizes, buffer, readers, folder), []
         return
     with broadcasting(machine="cpu", sizes=sizes, receivers=count, logs=folder, timeout_s=timeout_s) as broadcast:
-        yield broadcast.again, broadcast.pids
+        yield broadcast.again, [rank.pid for rank in broadcast.ranks]
 
 
 def write_and_read(sizes: list[int], buffer: torch.Tensor, readers: list[torch.Tensor], folder: Path) -> float:

@@ -41,11 +41,6 @@ class Broadcast:
         self._timeout_s = timeout_s
         self._round = 0
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids of all ranks."""
-        return [rank.pid for rank in self.ranks]
-
     def again(self) -> float:
         """Move the buckets once. Return the seconds until all ranks had them.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple
 
 from engine.model.flops import PEAKS
@@ -57,6 +57,12 @@ class Costs:
     """Source of the coefficients: "given", "prior" with the device, or "measured" with the runs."""
     exceptions: Mapping[str, str] = field(default_factory=dict)
     """The source of each coefficient that has another one, by name."""
+
+    def slowed(self, decoding: float, training: float) -> Costs:
+        """The costs of instances and of a trainer whose computations take so many times as long."""
+        factors = dict.fromkeys(("decode_step", "decode_response", "decode_context", "prefill_token"), decoding)
+        factors |= dict.fromkeys(("window", "micro_batch", "token", "square"), training)
+        return replace(self, **{name: getattr(self, name) * factor for name, factor in factors.items()})
 
     def figures(self) -> dict[str, tuple[float, str]]:
         """The coefficients that are not 0, each with its source."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from engine.errors import BadInput, counted
@@ -33,6 +33,11 @@ class Lengths:
     def mean_prompt(self) -> float:
         """Mean tokens of a prompt."""
         return sum(prompt for prompt, _ in self.groups) / len(self.groups)
+
+    @property
+    def mean_group(self) -> float:
+        """Mean tokens of a group. The prompt counts once."""
+        return sum(prompt + sum(responses) for prompt, responses in self.groups) / len(self.groups)
 
     def draw_groups(self, count: int, size: int, seed: int) -> list[tuple[int, tuple[int, ...]]]:
         """Return `count` groups of `size` responses. Whole groups are drawn, because the responses to a hard problem
@@ -100,8 +105,3 @@ class Lengths:
             each = [mu + sigma * share * (common + chance.gauss(0, 1)) for _ in range(8)]
             groups.append((prompt, tuple(min(longest, max(1, round(math.exp(one)))) for one in each)))
         return Lengths(tuple(groups), f"log-normal, mean {mean:g}, 99 % below {p99:g}, at most {longest:,}")
-
-
-def mean_tokens(groups: Sequence[tuple[int, tuple[int, ...]]]) -> float:
-    """Mean tokens of a group. The prompt counts once."""
-    return sum(prompt + sum(responses) for prompt, responses in groups) / len(groups)

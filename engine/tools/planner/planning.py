@@ -122,12 +122,13 @@ def on_cores(measured: Costs, was: Config, now: Config) -> Costs:
     borrowed = was.most_trainer_threads / was.trainer_threads
     if training == sampling == crowded == 1:
         return measured
-    factors = dict.fromkeys(("window", "micro_batch", "token", "square", "update"), training)
-    factors |= dict.fromkeys(("decode_step", "decode_response", "decode_context", "prefill_token"), sampling)
-    changed = {name: getattr(measured, name) * factor for name, factor in factors.items()}
-    changed["train_slowdown"] = max(1.0, measured.train_slowdown * crowded / borrowed)
-    changed["rollout_slowdown"] = max(1.0, measured.rollout_slowdown * crowded)
-    return replace(measured, **changed, source=f"{measured.source}, scaled by the number of cores")
+    return replace(
+        measured.slowed(sampling, training),
+        update=measured.update * training,
+        train_slowdown=max(1.0, measured.train_slowdown * crowded / borrowed),
+        rollout_slowdown=max(1.0, measured.rollout_slowdown * crowded),
+        source=f"{measured.source}, scaled by the number of cores",
+    )
 
 
 SENSITIVITY = (
@@ -200,16 +201,19 @@ def measured_model(config: Config, runs: Sequence[MeasuredRun], device: Device |
     Raises BadInput for runs of another model, and for other layouts of accelerators if no device is given.
     """
     shape, _ = shape_of(config.model.path)
+    alike: dict[tuple[object, ...], list[MeasuredRun]] = {}
     for run in runs:
         if shape_of(run.config.model.path)[0] != shape:
             raise BadInput(f"--from {run.where}: a run of {run.config.model.path}, the recipe has {config.model.path}")
-    measured = [(alike[0].config, fit_costs(alike)) for alike in _by_layout(runs)]
+        alike.setdefault(_layout(run.config), []).append(run)
+    measured = {layout: (these[0].config, fit_costs(these)) for layout, these in alike.items()}
+    first, *_ = measured.values()
 
     def costs_of(wanted: Config) -> Costs:
-        theirs, costs = next((each for each in measured if _layout(each[0]) == _layout(wanted)), measured[0])
+        theirs, costs = measured.get(_layout(wanted), first)
         if on_cpu(wanted):
             return on_cores(costs, theirs, wanted)
-        if _layout(theirs) == _layout(wanted):
+        if _layout(wanted) in measured:
             return costs
         if device is None:
             raise BadInput(
@@ -278,7 +282,10 @@ def plan_sensitivity(plan: Planned) -> Iterator[Sensitivity]:
     """Yield the effect of each change in SENSITIVITY."""
     for name, longer, decoding, training in SENSITIVITY:
         lengths = plan.model.lengths.scaled(longer, plan.model.config.rollout.max_new_tokens)
-        costs_of = _slower(plan.model.costs_of, decoding, training)
+
+        def costs_of(config: Config, decoding: float = decoding, training: float = training) -> Costs:
+            return plan.model.costs_of(config).slowed(decoding, training)
+
         tried = [ranked_of(one.candidate, costs_of, lengths) for one in plan.best[:COMPARED]]
         yield Sensitivity(
             name=name,
@@ -316,24 +323,6 @@ def run_advice(folder: Path) -> str:
         return f"{found}; no setting of this layout is predicted to be much faster"
     command = f"metronome plan --from {shlex.quote(str(folder))}"
     return f"{found}; predicted to be {faster:.2f} times as fast with {plan.best[0].candidate} ({command})"
-
-
-def _slower(costs_of: CostsOf, decoding: float, training: float) -> CostsOf:
-    factors = dict.fromkeys(("decode_step", "decode_response", "decode_context", "prefill_token"), decoding)
-    factors |= dict.fromkeys(("window", "micro_batch", "token", "square"), training)
-
-    def slower(config: Config) -> Costs:
-        costs = costs_of(config)
-        return replace(costs, **{name: getattr(costs, name) * factor for name, factor in factors.items()})
-
-    return slower
-
-
-def _by_layout(runs: Sequence[MeasuredRun]) -> Iterator[list[MeasuredRun]]:
-    alike: dict[tuple[object, ...], list[MeasuredRun]] = {}
-    for run in runs:
-        alike.setdefault(_layout(run.config), []).append(run)
-    yield from alike.values()
 
 
 def _layout(config: Config) -> tuple[object, ...]:

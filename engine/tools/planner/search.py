@@ -16,7 +16,7 @@ from engine.errors import BadInput
 from engine.model.shape import ModelShape, check_layout
 from engine.tools.dry_run import plan_run
 from engine.tools.planner.costs import Costs, RowSize
-from engine.tools.planner.lengths import Lengths, mean_tokens
+from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.simulation import Simulated, simulate_run
 
 OWN_LAYOUT = 0
@@ -96,7 +96,8 @@ def search_settings(
             made = change_config(config, keys)
             check_layout(shape, made.parallel)
             bound = bound_s(made, costs_of(made), lengths)
-            entry = (-bound, looked, Candidate(differing_keys(config, keys), made, bound))
+            changes = {key: value for key, value in keys.items() if attrgetter(key)(config) != value}
+            entry = (-bound, looked, Candidate(changes, made, bound))
             layout = core_layout(made)
             if on_cpu(config) and (layout not in of_layout or entry[0] > of_layout[layout][0]):
                 of_layout[layout] = entry
@@ -144,11 +145,6 @@ def change_config(config: Config, keys: dict[str, Any]) -> Config:
         return Config.model_validate(tables)
     except ValueError as error:
         raise BadInput(str(error)) from None
-
-
-def differing_keys(config: Config, keys: dict[str, Any]) -> dict[str, Any]:
-    """Return the keys whose value differs from the configuration's."""
-    return {key: value for key, value in keys.items() if attrgetter(key)(config) != value}
 
 
 def candidate_settings(config: Config, shape: ModelShape, count: int) -> Iterator[dict[str, Any]]:
@@ -243,7 +239,7 @@ def bound_s(config: Config, costs: Costs, lengths: Lengths) -> float:
     context = active * (lengths.mean_prompt + lengths.mean / 2)
     decoding = responses * lengths.mean / active * costs.decode_s(active, context) / instances
     decoding += train.prompts_per_step * lengths.mean_prompt * costs.prefill_token / instances
-    tokens = mean_tokens(lengths.groups) * train.prompts_per_step
+    tokens = lengths.mean_group * train.prompts_per_step
     squares = responses * (lengths.mean_prompt + lengths.mean) ** 2
     rows = max(1, round(tokens / train.micro_batch_tokens))
     work = costs.window_s([RowSize(round(tokens / rows), squares / rows)] * rows, config.parallel.pipeline)

@@ -51,8 +51,6 @@ class Simulated:
     """Times of the simulated steps, without the first."""
 
     steps: list[SimulatedStep]
-    instances_busy: float
-    """Share of the time in which an instance had responses in flight."""
     orchestrator_busy: float
     """Share of the time in which the orchestrator's core computed."""
     spans: list[dict[str, Any]] = field(default_factory=list)
@@ -90,15 +88,17 @@ class SampledGroup:
     """Number of prompt tokens."""
     lengths: tuple[int, ...]
     """Number of tokens of each response."""
-    left: int = field(init=False)
-    """Number of unfinished responses."""
+    finished: int = 0
+    """Number of finished responses."""
     began: float = 0.0
     beside: int = 0
     """Number of responses on the instance when this group began, including its own."""
     versions: set[int] = field(default_factory=set)
 
-    def __post_init__(self) -> None:
-        self.left = len(self.lengths)
+    @property
+    def is_finished(self) -> bool:
+        """Whether all its responses are."""
+        return self.finished == len(self.lengths)
 
 
 class SimulatedInstance:
@@ -115,8 +115,6 @@ class SimulatedInstance:
         """Whether it takes groups."""
         self.group_s: float | None = None
         self.slowdown = 1.0
-        self.busy_s = 0.0
-        """Seconds with responses in flight."""
         self.event = 0
         """Number of the last event planned for it. Earlier events are void."""
         self._costs = costs
@@ -153,7 +151,6 @@ class SimulatedInstance:
         self._now = now
         if not self._active or elapsed <= 0:
             return
-        self.busy_s += elapsed
         elapsed /= self.slowdown
         stalled = min(self._stall, elapsed)
         self._stall -= stalled
@@ -183,9 +180,9 @@ class SimulatedInstance:
         self._steps = max(self._steps, at)  # rounding may leave the count just below it
         context = group.prompt + group.lengths[number]
         self._context = max(0.0, self._context - context) if self._active else 0.0
-        group.left -= 1
+        group.finished += 1
         group.versions.add(self.version)
-        if not group.left:
+        if group.is_finished:
             beside = max(group.beside, self.responses) / len(group.lengths)
             self.group_s = smooth_average(self.group_s, (now - group.began) / max(1, beside))
         return group, number
@@ -252,9 +249,7 @@ class _Simulation:
             act()
         if self._step < self._last:
             raise MetronomeError(f"the simulation is deadlocked in step {self._step}: every process waits")
-        counted = self._steps[1:] or self._steps
-        busy = fmean(instance.busy_s for instance in self._instances) / self._now
-        return Simulated(counted, busy, self._orchestrator_s / self._now, self._spans)
+        return Simulated(self._steps[1:] or self._steps, self._orchestrator_s / self._now, self._spans)
 
     def _at(self, when: float, act: Callable[[], None]) -> None:
         self._number += 1
@@ -334,11 +329,6 @@ class _Simulation:
         self._idle = dict.fromkeys(range(self._replica_groups), self._now)
         self._changed()
 
-    def _fill(self, step: int) -> None:
-        self._first_sent[step] = self._now
-        for index, (prompt, lengths) in enumerate(self._drawn[step]):
-            self._waiting.append(SampledGroup(step, index, prompt, lengths))
-
     def _changed(self) -> None:
         """Do everything that has become possible."""
         if self._swapping is not None and self._swapping():
@@ -347,7 +337,9 @@ class _Simulation:
             self._blocked = None
         waits_for_swap = self._swapping is not None and (self._schedule.exact or self._config.rollout.partial)
         while self._to_fill and not waits_for_swap:
-            self._fill(self._to_fill.popleft())
+            step = self._to_fill.popleft()
+            self._first_sent[step] = self._now
+            self._waiting += [SampledGroup(step, index, *group) for index, group in enumerate(self._drawn[step])]
         self._hand_out()
         for replica_group in list(self._idle):
             self._lease(replica_group)
@@ -358,7 +350,9 @@ class _Simulation:
         changed = set()
         while self._waiting:
             group = self._waiting[0]
-            serving = [one for one in self._instances if one.open and one.version >= self._least(group.step)]
+            bounded = self._config.train.mode == "bounded"
+            least = self._schedule.accepted(group.step).start if bounded else 0
+            serving = [one for one in self._instances if one.open and one.version >= least]
             best = soonest_instance(serving, self._config.slots, len(group.lengths))
             if best is None:
                 break
@@ -366,9 +360,6 @@ class _Simulation:
             changed.add(best)
         for instance in changed:
             self._plan(instance)
-
-    def _least(self, step: int) -> int:
-        return self._schedule.accepted(step).start if self._config.train.mode == "bounded" else 0
 
     def _plan(self, instance: SimulatedInstance) -> None:
         """Plan the instance's next finished response again."""
@@ -392,7 +383,7 @@ class _Simulation:
             tokens=group.lengths[number],
             version=instance.version,
         )
-        if not group.left:
+        if group.is_finished:
             work = self._costs.orchestrator_token * sum(group.lengths)
             self._orchestrator_free = max(self._orchestrator_free, self._now) + work
             self._orchestrator_s += work

@@ -1,6 +1,5 @@
 """What the parts that are whole runs ask for and conclude. The orchestrator is scripted; tests/integration runs it."""
 
-import json
 from types import SimpleNamespace
 
 import pytest
@@ -14,14 +13,6 @@ from engine.tools.acceptance.run_parts import configuration, embedded_on_cpu, ro
 
 CPU = platform.PLATFORMS["cpu"]
 CUDA = platform.PLATFORMS["cuda"]
-STEP = {
-    "sync_s": 0.5,
-    "train_s": 2.0,
-    "update_s": 0.5,
-    "rollout_s": 1.0,
-    "max_ratio_gap": 1e-6,
-    "memory_peak_gib": [1.5],
-}
 
 
 @pytest.fixture
@@ -43,36 +34,22 @@ def machine(monkeypatch):
 
 @pytest.fixture
 def launched(monkeypatch, tmp_path):
-    """Configurations of the runs; their steps take `step_s` seconds by name of the run."""
-    made = SimpleNamespace(configs=[], step_s={}, stale=(), weights={}, records=[])
+    """What the runs do, by name: the weights that they train, and the steps on older weights."""
+    made = SimpleNamespace(stale=(), weights={})
 
     def train(task, config, timeout_s, replay=None):
         name = config.run.name
-        made.configs.append(config)
-        made.records.append(replay)
         (config.folder / "policy").mkdir(parents=True)
         weights = made.weights.get(name, torch.ones(3))
         save_file({"weight": weights}, config.folder / "policy" / "model.safetensors")
         seen = [[step - 1] if (name, step) in made.stale else [step] for step in range(4)]
         return [
-            {**STEP, "step": step, "step_s": made.step_s.get(name, 1.0) + 9 * (step == 0), "versions_seen": seen[step]}
+            {"sync_s": 0.5, "train_s": 2.0, "rollout_s": 1.0, "step": step, "step_s": 1.0, "versions_seen": seen[step]}
             for step in range(4)
         ]
 
-    def model(folder, sizes):
-        folder.mkdir(exist_ok=True)
-        shape = {
-            "architectures": ["Qwen3ForCausalLM"], "num_hidden_layers": 2, "hidden_size": 32, "head_dim": 8,
-            "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "vocab_size": 260,
-            "max_position_embeddings": 2048, "rms_norm_eps": 1e-6, "tie_word_embeddings": True, "rope_theta": 10000.0,
-            "model_type": "qwen3", "hidden_act": "silu",
-        }  # fmt: skip
-        (folder / "config.json").write_text(json.dumps(shape))
-        (folder / "model.safetensors").write_bytes(bytes(4000))
-        return folder
-
     monkeypatch.setattr(run_parts, "train", train)
-    monkeypatch.setattr(run_parts, "make_model", model)
+    monkeypatch.setattr(run_parts, "make_model", lambda folder, sizes: folder)
     return made
 
 

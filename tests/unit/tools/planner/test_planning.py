@@ -47,6 +47,13 @@ def shape(recipe):
     return prior_model(recipe, DEVICES["910b"], LENGTHS).shape
 
 
+def searched(config, shape, count, **more):
+    """The best settings on so many 910B, and how many were considered."""
+    return search_settings(
+        config, shape, count, lambda made: prior_costs(shape, made, DEVICES["910b"]), LENGTHS, **more
+    )
+
+
 def test_every_setting_uses_the_devices_and_no_more(recipe, shape):
     found = list(candidate_settings(recipe, shape, 16))
     assert len(found) > 500
@@ -60,10 +67,7 @@ def test_every_setting_uses_the_devices_and_no_more(recipe, shape):
 
 
 def test_the_best_is_the_fastest_of_all_that_fit(recipe, shape):
-    device = DEVICES["910b"]
-    best, looked = search_settings(
-        recipe, shape, 16, costs_of=lambda config: prior_costs(shape, config, device), lengths=LENGTHS, kept=6
-    )
+    best, looked = searched(recipe, shape, 16, kept=6)
     assert looked > 500
     times = [one.step_s for one in best]
     assert times == sorted(times)
@@ -72,23 +76,13 @@ def test_the_best_is_the_fastest_of_all_that_fit(recipe, shape):
     assert all(one.candidate.bound_s <= one.step_s * 1.1 for one in best)
     assert not any({"train.recompute", "train.offload"} & set(one.candidate.changes) for one in best)
     with pytest.raises(BadInput, match="--devices 1: none of 0 settings works: no layout fits that few"):
-        search_settings(recipe, shape, 1, costs_of=lambda config: prior_costs(shape, config, device), lengths=LENGTHS)
+        searched(recipe, shape, 1)
 
 
 def test_the_settings_that_are_simulated_are_those_of_the_best_bounds(recipe, shape, monkeypatch):
     monkeypatch.setattr("engine.tools.planner.search.ranked_of", lambda one, *_: Ranked(one, one.bound_s, None))
     monkeypatch.setattr("engine.tools.planner.search.plan_run", lambda config: None)  # all fit
-    few, many = (
-        search_settings(
-            recipe,
-            shape,
-            8,
-            costs_of=lambda config: prior_costs(shape, config, DEVICES["910b"]),
-            lengths=LENGTHS,
-            kept=kept,
-        )[0]
-        for kept in (6, 10**6)
-    )
+    few, many = (searched(recipe, shape, 8, kept=kept)[0] for kept in (6, 10**6))
     assert [one.step_s for one in few] == [one.step_s for one in many[:6]]
     assert len(many) > 50
 
@@ -96,16 +90,12 @@ def test_the_settings_that_are_simulated_are_those_of_the_best_bounds(recipe, sh
 def test_a_layout_that_does_not_fit_into_memory_is_left_out(recipe, shape):
     small = change_config(recipe, {"platform.memory_gib": 30.0})
     with pytest.raises(BadInput, match=r"--devices 4: none of \d+ settings works: .*too little memory"):
-        search_settings(
-            small, shape, 4, costs_of=lambda config: prior_costs(shape, config, DEVICES["910b"]), lengths=LENGTHS
-        )
+        searched(small, shape, 4)
 
 
 def test_where_nothing_fits_recomputation_and_offload_are_planned_and_said(recipe, shape):
     small = change_config(recipe, {"platform.memory_gib": 175.0})
-    [best], _ = search_settings(
-        small, shape, 2, costs_of=lambda config: prior_costs(shape, config, DEVICES["910b"]), lengths=LENGTHS, kept=1
-    )
+    [best], _ = searched(small, shape, 2, kept=1)
     assert str(best.candidate).endswith("train.recompute=true train.offload=true")
     assert (best.candidate.config.train.recompute, best.candidate.config.train.offload) == (True, True)
 
