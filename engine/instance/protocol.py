@@ -6,7 +6,7 @@ They need only the standard library, since they also run in vLLM's environment.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from reprlib import repr as repr_short
 from typing import Any
@@ -132,8 +132,11 @@ def parse_completion(body: Mapping[str, Any], limits: RequestLimits) -> Completi
     return Completion(
         prompt=prompt,
         max_tokens=min(_integer(body, "max_tokens", DEFAULT_TOKENS, range(1, 2**31)), room),
-        temperature=_temperature(body),
-        top_p=_top_p(body),
+        # outside, float32 logits / temperature are useless
+        temperature=_number(
+            body, "temperature", lambda value: value == 0 or 0.01 <= value <= 100, "0 (greedy) or from 0.01 to 100"
+        ),
+        top_p=_number(body, "top_p", lambda value: 0 < value <= 1, "above 0 and at most 1"),
         top_k=max(_integer(body, "top_k", 0, range(-1, 2**31)), 0),
         seed=_integer(body, "seed", None, SEEDS),
         stop_ids=stop if ignore_eos else stop | limits.stop_ids,
@@ -199,24 +202,10 @@ def _integer(body: Mapping[str, Any], key: str, default: Any, allowed: range) ->
     return value
 
 
-def _number(body: Mapping[str, Any], key: str) -> float:
+def _number(body: Mapping[str, Any], key: str, fits: Callable[[float], bool], words: str) -> float:
     value = body.get(key)
     if value is None:
         return 1.0
-    if type(value) not in (int, float) or not abs(value) < HUGE:
-        raise BadInput(f"{key} = {repr_short(value)}; it must be a finite number")
+    if type(value) not in (int, float) or not abs(value) < HUGE or not fits(value):
+        raise BadInput(f"{key} = {repr_short(value)}; it must be {words}")
     return float(value)
-
-
-def _temperature(body: Mapping[str, Any]) -> float:
-    temperature = _number(body, "temperature")
-    if temperature != 0 and not 0.01 <= temperature <= 100:  # outside, float32 logits / temperature are useless
-        raise BadInput(f"temperature = {temperature!r}; it must be 0 (greedy) or from 0.01 to 100")
-    return temperature
-
-
-def _top_p(body: Mapping[str, Any]) -> float:
-    top_p = _number(body, "top_p")
-    if not 0 < top_p <= 1:
-        raise BadInput(f"top_p = {top_p!r}; it must be above 0 and at most 1")
-    return top_p
