@@ -171,6 +171,32 @@ async def test_one_that_stops_waiting_makes_way_for_those_who_need_fewer_slots(w
             small.cancel()
 
 
+async def test_a_place_on_an_instance_that_is_excluded_as_it_is_given_is_not_used(world):
+    """What is sent after the exclusion would be cut by nobody."""
+    async with world(heartbeat_s=0.3) as w:
+        _, one = await w.join("a")
+        begun = [w.pool.borrow() for _ in range(2)]
+        for group in begun:
+            await group.__aenter__()
+        entered = asyncio.Event()
+
+        async def wait():
+            async with w.pool.borrow() as place:
+                assert place.instance.state == "serving"
+                entered.set()
+
+        waiting = asyncio.create_task(wait())
+        await asyncio.sleep(0)
+        await begun[0].__aexit__(None, None, None)  # the place is given, and its task has not gone on yet
+        w.pool.exclude_instance(one, "out")
+        await asyncio.sleep(0)
+        assert not entered.is_set()
+        assert one.groups == 1
+        await asyncio.wait_for(waiting, 5)  # it answers, and serves again
+        await begun[1].__aexit__(None, None, None)
+        assert one.groups == 0
+
+
 async def test_a_response_that_was_cut_goes_on_on_any_instance_and_is_whole(world):
     """rollout.partial: the tokens so far go along, the group is first in line,
     and nothing is sampled or verified twice."""

@@ -87,7 +87,7 @@ async def test_an_instance_that_is_silent_whenever_it_is_checked_or_updated_is_l
 
     async with world(synced=True) as w:
         a, one = await w.join("a")
-        sync = Publishes(
+        publishes = Publishes(
             config=w.pool.config,
             pool=w.pool,
             probe=None,
@@ -99,7 +99,7 @@ async def test_an_instance_that_is_silent_whenever_it_is_checked_or_updated_is_l
             w.pool.check_arrivals(hangs if times < 4 else accept)
             await until(lambda: one.state == "starting" and one.met, "its return")
             if times >= 4:
-                opening = asyncio.create_task(sync.open(OpenSync(version=times)))
+                opening = asyncio.create_task(publishes.open(OpenSync(version=0)))
                 await until(lambda: one.updating, "an update")
             a.silent = True
             await until(lambda: one.state == "out", "its silence")
@@ -120,6 +120,16 @@ async def test_a_wrong_address_holds_up_no_weight_update(world):
             assert await wait_for_member(w.pool) == [good]
             await w.pool.wait_for_checks()
         await until(lambda: one.state == "out", "its silence")
+
+
+async def test_an_instance_that_was_started_again_behind_its_address_is_brought_to_the_weights(world):
+    async with world(synced=True) as w, publishing(w.pool, 1):
+        a, one = await w.join("a")
+        await until(lambda: one.state == "serving", "it")
+        a.version = 0
+        await until(lambda: a.version == 1, "its update")
+        assert one.reason == "holds weight version 0, but was given 1: was it restarted?"
+        await until(lambda: one.state == "serving", "its return")
 
 
 async def test_leaving_finishes_what_it_holds_and_gets_nothing_new(world):

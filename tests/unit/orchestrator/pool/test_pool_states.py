@@ -33,8 +33,14 @@ class Client:
     name = "a"
     url = "http://127.0.0.1:1"
 
+    def __init__(self):
+        self.done = []
+
     def end_calls(self, reason):
-        pass
+        self.done.append(reason)
+
+    def release_responses(self):
+        self.done.append("released")
 
 
 @pytest.mark.slow
@@ -117,6 +123,21 @@ def test_a_transition_that_the_table_lacks_is_refused_by_name():
     with pytest.raises(RuntimeError, match="instance a: no transition from gone to serving"):
         one.admit()
     assert one.state == "gone"
+
+
+def test_one_that_is_left_out_forgets_its_version_ends_its_calls_and_releases_nothing():
+    one = serving()
+    one.record_version(3)
+    one.release_responses()
+    one.exclude("it hangs")
+    for _ in range(2):  # what was under way when it was left out, or comes after its end
+        assert one.version is None
+        one.record_version(4)
+        one.release_responses()
+        if one.state == "out":
+            one.wait_for_weights()
+            one.depart("left")
+    assert one.client.done == ["released", "it hangs", "it waits for weights", "left"]
 
 
 async def test_its_end_wakes_those_who_wait_for_it():
