@@ -16,7 +16,7 @@ import mlflow
 from mlflow.artifacts import download_artifacts
 
 from engine.config.keys import flatten_keys
-from engine.errors import BadInput, clean_line
+from engine.errors import BadInput
 from engine.evaluation import tables
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
@@ -126,7 +126,7 @@ def from_folder(path: Path) -> ComparedRun:
     rows, means = _with_tables(path)
     if not steps and not rows:
         raise BadInput(f"{path}: no run with steps or evaluations; expected a folder with steps.jsonl or {ROWS}")
-    failure = clean_line(last_end(folder))[:300] if folder.failure.exists() else ""
+    failure = " ".join(last_end(folder).split())[:300] if folder.failure.exists() else ""
     return ComparedRun(
         name=path.resolve().name,
         source=str(path.resolve()),
