@@ -25,7 +25,7 @@ from engine.config.tree import usable_cores
 from engine.errors import BadInput, DeadlineError, MetronomeError
 from engine.model.flops import flop_utilisation, micro_step, peak_of
 from engine.model.shape import read_shape
-from engine.platform import Platform
+from engine.platform import PLATFORMS, Platform
 from engine.run.commands import instance_command, orchestrator_command
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder, dump_config
@@ -108,7 +108,9 @@ def rollout_choice(machine: Platform, settings: tuple[str, ...], training: bool)
 
     A user's rollout.engine takes precedence.
     """
-    why = _no_vllm(machine) or (_no_second_device(machine) if training else "")
+    why = _no_vllm(machine)
+    if not why and training and machine.name != "cpu" and device_count(machine) < 2:
+        why = "vLLM needs a second device, but this process sees only the trainer's"
     wanted = [one.partition("=")[2].strip(' "') for one in settings if one.startswith("rollout.engine=")]
     engine = wanted[-1] if wanted else "embedded" if why else "vllm"
     if machine.name == "cpu":
@@ -118,16 +120,6 @@ def rollout_choice(machine: Platform, settings: tuple[str, ...], training: bool)
         return RolloutChoice(engine, "gloo", (), remark)
     visible = [int(one) for one in visible_devices(machine.name) if one.isdigit()] or list(range(device_count(machine)))
     return RolloutChoice(engine, machine.backend, (visible[1 if training else 0],), "")
-
-
-def embedded_on_cpu(machine: Platform) -> RolloutChoice:
-    """The embedded engine, on its own core if there are two."""
-    return RolloutChoice("embedded", "gloo", tuple(sorted(usable_cores())[1:2]) if machine.name == "cpu" else (), "")
-
-
-def _no_second_device(machine: Platform) -> str:
-    alone = machine.name != "cpu" and device_count(machine) < 2
-    return "vLLM needs a second device, but this process sees only the trainer's" if alone else ""
 
 
 def _no_vllm(machine: Platform) -> str:
@@ -178,12 +170,10 @@ def configuration(task: PartTask, machine: Platform, chosen: RolloutChoice, give
         **({"train.ratio_gap_limit": 0} if on_device else {}),
         **given,
     }
-    ours = (f"{key}={_toml(value)}" for key, value in settings.items())
+    ours = (
+        f"{key}={json.dumps(value) if isinstance(value, bool | list) else value}" for key, value in settings.items()
+    )
     return load_config(None, [*ours, *task.settings, f"run.output={task.folder}"])
-
-
-def _toml(value: object) -> str:
-    return json.dumps(value) if isinstance(value, bool | list) else str(value)
 
 
 def train(task: PartTask, config: Config, timeout_s: float, replay: Path | None = None) -> list[JsonObject]:
@@ -219,12 +209,6 @@ def _wait(orchestrator: Child, folder: RunFolder, config: Config, timeout_s: flo
         raise MetronomeError(
             f"the run {config.run.name} failed: {told or f'the orchestrator {orchestrator.how_it_ended()}'}"
         )
-
-
-def parameter_bytes(model: Path, dtype: str) -> int:
-    """Bytes of the model's weights in this dtype. The files of the acceptance models are in fp32."""
-    stored = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    return stored if dtype == "float32" else stored // 2
 
 
 # the parts --------------------------------------------------------------------------------------
@@ -327,13 +311,14 @@ def weight_sync(task: PartTask) -> None:
     config = configuration(task, machine, chosen, {**SAMPLED, **given, "rollout.max_new_tokens": 16})
     steps = train(task, config, timeout_s=200.0 + SLOWER_START_S.get(machine.name, 0.0))
     sync_s = statistics.median(step["sync_s"] for step in steps[WARM_UP:])
-    total = parameter_bytes(model, config.model.dtype)
+    stored = sum(file.stat().st_size for file in model.glob("*.safetensors"))  # in fp32
+    total = stored if config.model.dtype == "float32" else stored // 2
     sizes = [BUCKET_BYTES] * (total // BUCKET_BYTES) + [total % BUCKET_BYTES]
-    between = machine if config.weights.transport == machine.backend else None
-    backend = between.backend if between is not None else "gloo"
+    between = machine if config.weights.transport == machine.backend else PLATFORMS["cpu"]
+    backend = between.backend
     task.notes.doing(f"a bare broadcast of the same bytes over {backend}")
     with broadcasting(
-        machine=between.name if between is not None else "cpu",
+        machine=between.name,
         sizes=[size for size in sizes if size],
         receivers=1,
         logs=task.folder / "bare",
@@ -427,7 +412,8 @@ def sync_against_periodic(task: PartTask) -> None:
     where they must not."""
     machine = complete_platform(task.platform)
     on_cpu = machine.name == "cpu"
-    chosen = embedded_on_cpu(machine) if on_cpu else rollout_choice(machine, task.settings, training=True)
+    settings = ("rollout.engine=embedded",) if on_cpu else task.settings
+    chosen = rollout_choice(machine, settings, training=True)
     small = chosen.engine == "embedded"
     groups = 16 if small else 32
     given: dict[str, Any] = {

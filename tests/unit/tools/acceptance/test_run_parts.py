@@ -9,7 +9,7 @@ from safetensors.torch import save_file
 from engine import platform
 from engine.tools.acceptance import run_parts
 from engine.tools.acceptance.notes import NoteWriter, PartFailed, PartTask
-from engine.tools.acceptance.run_parts import configuration, embedded_on_cpu, rollout_choice
+from engine.tools.acceptance.run_parts import configuration, rollout_choice
 
 CPU = platform.PLATFORMS["cpu"]
 CUDA = platform.PLATFORMS["cuda"]
@@ -91,7 +91,7 @@ def test_the_configuration_of_a_run_on_devices_is_one(machine, task, devices):
 
 def test_the_users_settings_count_most(task):
     mine = PartTask(platform="cpu", settings=("train.steps=9",), folder=task.folder, notes=task.notes)
-    config = configuration(mine, CPU, embedded_on_cpu(CPU), {"run.name": "a", "train.steps": 4})
+    config = configuration(mine, CPU, rollout_choice(CPU, (), training=True), {"run.name": "a", "train.steps": 4})
     assert config.train.steps == 9
 
 
