@@ -32,7 +32,6 @@ from engine.data.problems import (
     content_hash,
     count_reasons,
     read_problems,
-    shorten_value,
 )
 from engine.data.prompts import prompt_id
 from engine.data.row_format import RowFormat, has_column
@@ -52,8 +51,7 @@ def clean_problems(problems: Problems, math: bool) -> Problems:
     """
     rejected = list(problems.rejected)
     rows = list(_gradable(problems.rows, rejected) if math else problems.rows)
-    rows = list(_once(rows, rejected, math))
-    return with_rows(problems, rows, rejected)
+    return with_rows(problems, _once(rows, rejected, math), rejected)
 
 
 def with_rows(problems: Problems, rows: Iterable[ProblemRow], rejected: Iterable[Rejected]) -> Problems:
@@ -75,11 +73,7 @@ def _gradable(rows: Iterable[ProblemRow], rejected: list[Rejected]) -> Iterable[
         reason = why_ungradable(answer := tidy_answer(row.answer))
         if reason:
             expected = "a number, a formula or a few words, in LaTeX or plain"
-            rejected.append(
-                Rejected(
-                    where=row.where, column="answer", reason=reason, found=shorten_value(row.answer), expected=expected
-                )
-            )
+            rejected.append(row.reject("answer", reason, row.answer, expected))
         else:
             yield row if answer == row.answer else replace(row, answer=answer)
 
@@ -89,32 +83,16 @@ def _once(rows: list[ProblemRow], rejected: list[Rejected], math: bool) -> Itera
     different answers is dropped."""
     answers: dict[str, dict[str, str]] = {}
     for row in rows:
-        answers.setdefault(text_key(row.identity), {}).setdefault(_answer_key(row.answer), row.answer)
+        answers.setdefault(text_key(row.identity), {}).setdefault("".join(row.answer.split()), row.answer)
     contradicted = {key: found for key, each in answers.items() if math and (found := _different(list(each.values())))}
     first: dict[tuple[str, str], str] = {}
     for row in rows:
         key = text_key(row.identity)
-        earlier = first.setdefault((key, "" if math else _answer_key(row.answer)), row.where)
+        earlier = first.setdefault((key, "" if math else "".join(row.answer.split())), row.where)
         if key in contradicted:
-            rejected.append(
-                Rejected(
-                    where=row.where,
-                    column="answer",
-                    reason="contradicted",
-                    found=shorten_value(contradicted[key]),
-                    expected="one answer for one problem",
-                )
-            )
+            rejected.append(row.reject("answer", "contradicted", contradicted[key], "one answer for one problem"))
         elif earlier != row.where:
-            rejected.append(
-                Rejected(
-                    where=row.where,
-                    column="problem",
-                    reason="duplicate",
-                    found=shorten_value(row.problem),
-                    expected=f"each row once; it is {earlier}",
-                )
-            )
+            rejected.append(row.reject("problem", "duplicate", row.problem, f"each row once; it is {earlier}"))
         else:
             yield row
 
@@ -129,10 +107,6 @@ def _same(one: str, other: str) -> bool:
         return same_answer(one, other)
     except (RecursionError, MemoryError):  # no genuine answer needs this much
         return False
-
-
-def _answer_key(answer: str) -> str:
-    return "".join(answer.split())
 
 
 FILE = "problems.json"
@@ -286,7 +260,8 @@ def prepare_problems(config: Config) -> Prepared:
     origin = origin_of(config)  # first: a file that changes from now on is then seen to differ
     train, heldout = _sides(config)
     sets, notes = _evaluation_sets(config, train, heldout)
-    overlaps = _overlaps(train, [row for problems in sets for row in problems.rows])
+    index = Index(row for problems in sets for row in problems.rows)
+    overlaps = tuple(found for row in train.rows if (found := index.find(row)))
     left = _without(train, overlaps)
     parts = {row.part for row in left.rows}
     for number, one in enumerate(config.data.sets):
@@ -437,17 +412,18 @@ def _evaluation_sets(config: Config, train: Problems, heldout: Problems) -> tupl
     return [problems for problems in sets if not any(problems is other for other in same)], tuple(notes)
 
 
-def _overlaps(train: Problems, rows: Sequence[ProblemRow]) -> tuple[Overlap, ...]:
-    if not rows:
-        return ()
-    index = Index(rows)
-    return tuple(found for row in train.rows if (found := index.find(row)))
-
-
 def _without(train: Problems, overlaps: Sequence[Overlap]) -> Problems:
     if not overlaps:
         return train
-    rejected = [_rejected(overlap) for overlap in overlaps]
+    rejected = [
+        one.row.reject(
+            "problem",
+            IN_BENCHMARK,
+            one.row.problem,
+            f"no problem of an evaluation set; {one.share:.0%} of it is {one.other.where}",
+        )
+        for one in overlaps
+    ]
     out = {rejection.where for rejection in rejected}
     if len(overlaps) == len(train.rows):
         raise BadInput(
@@ -456,14 +432,3 @@ def _without(train: Problems, overlaps: Sequence[Overlap]) -> Problems:
         )
     rows = [row for row in train.rows if row.where not in out]
     return with_rows(train, rows, [*train.rejected, *rejected])
-
-
-def _rejected(overlap: Overlap) -> Rejected:
-    expected = f"no problem of an evaluation set; {overlap.share:.0%} of it is {overlap.other.where}"
-    return Rejected(
-        where=overlap.row.where,
-        column="problem",
-        reason=IN_BENCHMARK,
-        found=shorten_value(overlap.row.problem),
-        expected=expected,
-    )

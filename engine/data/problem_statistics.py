@@ -8,7 +8,7 @@ from typing import TypedDict
 
 from engine.config import Config
 from engine.data.prepared import Prepared, prepare_problems, problems_version, read_prepared, write_prepared
-from engine.data.problems import ProblemRow, Problems, format_counts
+from engine.data.problems import Problems, format_counts
 from engine.errors import BadInput, counted
 from engine.run.files import read_json, write_json
 from engine.run.logs import log_error
@@ -59,7 +59,16 @@ def report_data(prepared: Prepared) -> DataReport:
         "train": _figures(prepared.train),
         "heldout": _figures(prepared.heldout),
         "compared_with": list(prepared.against),
-        "overlaps": [_overlap(found.row, found.other, found.share) for found in prepared.overlaps[:LISTED]],
+        "overlaps": [
+            {
+                "row": found.row.where,
+                "problem": found.row.problem[:200],
+                "overlaps_with": found.other.where,
+                "that_problem": found.other.problem[:200],
+                "share": round(found.share, 3),
+            }
+            for found in prepared.overlaps[:LISTED]
+        ],
         "notes": list(prepared.notes),
     }
 
@@ -122,14 +131,4 @@ def _figures(problems: Problems) -> SetFigures:
         "skipped": dict(problems.skipped),
         "problem_characters": {"min": min(lengths), "median": median(lengths), "max": max(lengths)},
         "rejected": [str(row) for row in problems.rejected[:LISTED]],
-    }
-
-
-def _overlap(row: ProblemRow, other: ProblemRow, share: float) -> OverlapRow:
-    return {
-        "row": row.where,
-        "problem": row.problem[:200],
-        "overlaps_with": other.where,
-        "that_problem": other.problem[:200],
-        "share": round(share, 3),
     }

@@ -61,6 +61,10 @@ class ProblemRow:
         """The text by which two rows have the same problem."""
         return identity_text(self.problem, self.messages)
 
+    def reject(self, column: str, reason: str, found: object, expected: str) -> Rejected:
+        """This row, left out. The arguments are the fields of `Rejected`."""
+        return Rejected(self.where, column, reason, shorten_value(found), expected)
+
 
 @dataclass(frozen=True)
 class Rejected:
@@ -176,15 +180,7 @@ def _usable(
             rejected.append(Rejected(where, *fault))
         else:
             plain = json.loads(json.dumps(columns))  # plain floats, which every encoder accepts
-            rows.append(
-                ProblemRow(
-                    problem=found.problem,
-                    answer=spell_value(answer),
-                    columns=plain,
-                    where=where,
-                    messages=found.messages,
-                )
-            )
+            rows.append(ProblemRow(found.problem, spell_value(answer), plain, where, found.messages))
     return rows, rejected
 
 

@@ -61,12 +61,12 @@ def encode_problems(
     rows: dict[str, ProblemRow] = {}
     for row in problems.rows:
         rows.setdefault(prompt_id(row.identity, row.answer), row)  # the first of duplicates is kept
-    if data.prompt_template == "chat":
-        texts = [
-            _chat(tokenizer=tokenizer, row=row, data=data, clock=clock, source=problems.source) for row in rows.values()
-        ]
-    else:
-        texts = [_fill(data.prompt_template, row) for row in rows.values()]
+    texts = [
+        _chat(tokenizer, row, data, clock, problems.source)
+        if data.prompt_template == "chat"
+        else _fill(data.prompt_template, row)
+        for row in rows.values()
+    ]
     ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
     fitting, skipped = _fitting(rows, texts, ids, max_context)
     skipped.update(problems.skipped)
@@ -100,7 +100,7 @@ def check_template(problems: Problems, data: Data) -> None:
         )
     names = {found["name"] for found in _PLACEHOLDER.finditer(template) if _is_column(found)} - {"problem"}
     for name in sorted(names):
-        row = next((row for row in problems.rows if _wrong_value(column(row.columns, name))), None)
+        row = next((one for one in problems.rows if not isinstance(column(one.columns, name), str | int | float)), None)
         if row is not None:
             what = "is no text or number" if has_column(row.columns, name) else "is no column"
             raise BadInput(
@@ -113,10 +113,6 @@ def _is_column(found: re.Match[str]) -> bool:
     """Whether a name in braces stands for the problem or for a column."""
     doubled = found["open"] and found["close"]
     return found["name"] == "problem" or not (found["command"] or doubled)
-
-
-def _wrong_value(value: object) -> bool:
-    return not isinstance(value, str | int | float)
 
 
 def _fill(template: str, row: ProblemRow) -> str:
@@ -178,13 +174,5 @@ def _fitting(
         elif len(tokens) >= max_context:
             skipped["over-long"] += 1
         else:
-            prompt = Prompt(
-                id=key,
-                problem=row.problem,
-                answer=row.answer,
-                token_ids=tuple(tokens),
-                columns=row.columns,
-                text=text,
-            )
-            prompts.append((row.part, prompt))
+            prompts.append((row.part, Prompt(key, row.problem, row.answer, tuple(tokens), row.columns, text)))
     return prompts, skipped

@@ -93,14 +93,7 @@ def find_fields(row: Mapping[str, Any], layout: RowFormat) -> RowFields:
     elif not answer_column and after:
         answer_column = problem_column
         answer = after
-    return RowFields(
-        problem_column=problem_column,
-        answer_column=answer_column,
-        problem=problem,
-        answer=answer,
-        messages=messages,
-        gsm8k=found is not None,
-    )
+    return RowFields(problem_column, answer_column, problem, answer, messages, gsm8k=found is not None)
 
 
 def has_column(row: Mapping[str, Any], path: str) -> bool:

@@ -18,26 +18,6 @@ from engine.run.folder import RunFolder
 from engine.run.run_inputs import find_inputs
 from engine.types import Group, JsonObject, Prompt
 
-SAME = (
-    "benchmark",
-    "problems_hash",
-    "prompt_template",
-    "system",
-    "instruction",
-    "chat_template_kwargs",
-    "reward",
-    "reward_hash",
-    "program",
-    "samples",
-    "temperature",
-    "top_p",
-    "top_k",
-    "max_new_tokens",
-    "max_context",
-    "stop",
-)
-"""The keys of the protocol that must be equal in two evaluations to compare their scores: all except the seed."""
-
 
 class EvaluationProtocol(TypedDict):
     """How a benchmark is sampled and scored."""
@@ -62,6 +42,10 @@ class EvaluationProtocol(TypedDict):
     max_context: int
     stop: list[str]
     seed: int
+
+
+SAME = tuple(key for key in EvaluationProtocol.__annotations__ if key != "seed")
+"""The keys of the protocol that must be equal in two evaluations to compare their scores."""
 
 
 class LengthFigures(TypedDict):

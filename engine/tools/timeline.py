@@ -27,25 +27,27 @@ LANES = {
 """What a lane shows, by the beginning of its name. Other lanes are instances that joined under their own names."""
 
 KINDS = {
-    "rollout": "a response is sampled",
-    "verify": "a response is scored",
-    "program": "the program runs: tools, environment, score",
-    "wait": "the trainer waits for a group",
-    "train": "forward and backward pass of a window of groups",
-    "score": "log-probabilities under the old policy or the reference",
-    "evaluate": "a benchmark is sampled",
-    "bubble": "idle between the micro-batches of a pipeline",
-    "update": "gradients are reduced and the optimizer makes its step",
-    "sync": "new weights go to the instances",
-    "check": "trainer and instances compare log-probabilities of fixed tokens",
-    "checkpoint": "the state is copied for a checkpoint",
-    "serving": "takes prompts",
-    "updating": "gets weights, takes no prompts",
-    "starting": "loads its model",
-    "draining": "finishes its responses and leaves",
-    "out": "does not answer, takes no prompts",
+    "rollout": ("#4e79a7", "a response is sampled"),
+    "verify": ("#b07aa1", "a response is scored"),
+    "program": ("#499894", "the program runs: tools, environment, score"),
+    "wait": ("#d3d3d3", "the trainer waits for a group"),
+    "train": ("#59a14f", "forward and backward pass of a window of groups"),
+    "score": ("#8cd17d", "log-probabilities under the old policy or the reference"),
+    "evaluate": ("#edc948", "a benchmark is sampled"),
+    "bubble": ("#bab0ac", "idle between the micro-batches of a pipeline"),
+    "update": ("#f28e2b", "gradients are reduced and the optimizer makes its step"),
+    "sync": ("#e15759", "new weights go to the instances"),
+    "check": ("#d37295", "trainer and instances compare log-probabilities of fixed tokens"),
+    "checkpoint": ("#9c755f", "the state is copied for a checkpoint"),
+    "serving": ("#a0cbe8", "takes prompts"),
+    "updating": ("#ff9d9a", "gets weights, takes no prompts"),
+    "starting": ("#f1ce63", "loads its model"),
+    "draining": ("#d4a6c8", "finishes its responses and leaves"),
+    "out": ("#79706e", "does not answer, takes no prompts"),
 }
-"""What a bar shows, by its name."""
+"""The colour of a bar and what it shows, by its name."""
+COLORS = {name: color for name, (color, _) in KINDS.items()}
+"""Colours by the name of the span; other spans have that of the text."""
 
 
 def lane_text(name: str) -> str:
@@ -61,29 +63,9 @@ def legend_entries(lanes: Iterable[str], kinds: Iterable[str]) -> list[tuple[str
     for name in lanes:
         shared.setdefault(lane_text(name), []).append(name)
     named = [(names[0] if len(names) == 1 else f"{names[0]} … {names[-1]}", text) for text, names in shared.items()]
-    return [*named, *((kind, KINDS[kind]) for kind in kinds if kind in KINDS)]
+    return [*named, *((kind, KINDS[kind][1]) for kind in kinds if kind in KINDS)]
 
 
-COLORS = {
-    "rollout": "#4e79a7",
-    "verify": "#b07aa1",
-    "program": "#499894",
-    "wait": "#d3d3d3",
-    "train": "#59a14f",
-    "score": "#8cd17d",
-    "evaluate": "#edc948",
-    "bubble": "#bab0ac",
-    "update": "#f28e2b",
-    "sync": "#e15759",
-    "check": "#d37295",
-    "checkpoint": "#9c755f",
-    "serving": "#a0cbe8",
-    "updating": "#ff9d9a",
-    "starting": "#f1ce63",
-    "draining": "#d4a6c8",
-    "out": "#79706e",
-}
-"""Colours by the name of the span; other spans have that of the text."""
 WINDOW_STEPS = 3
 """Number of visible steps when the page opens."""
 MOST_SPANS = 100_000

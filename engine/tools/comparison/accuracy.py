@@ -75,21 +75,11 @@ def accuracy_difference(one: ComparedRun, other: ComparedRun, benchmark: str, co
     if ours and their and ours.keys() == their.keys() and mine.get("samples") == theirs.get("samples"):
         found = paired.compare_paired(ours, their, int(mine.get("samples", 1)), confidence)
         interval = Interval(found.difference, found.ci_low, found.ci_high)
-        return Difference(
-            benchmark=benchmark,
-            interval=interval,
-            paired=True,
-            problems=found.problems,
-            p_value=found.p_value,
-            better=found.better,
-            worse=found.worse,
-            notes=notes,
-            level=confidence,
-        )
+        signs = found.p_value, found.better, found.worse
+        return Difference(benchmark, interval, True, found.problems, *signs, notes, confidence)
     problems = int(min(mine.get("problems", 0), theirs.get("problems", 0)))
-    return Difference(
-        benchmark, unpaired_interval(mine, theirs, confidence), False, problems, notes=notes, level=confidence
-    )
+    interval = unpaired_interval(mine, theirs, confidence)
+    return Difference(benchmark, interval, False, problems, notes=notes, level=confidence)
 
 
 def unpaired_interval(mine: Row, theirs: Row, confidence: float) -> Interval:

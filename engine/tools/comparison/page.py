@@ -12,7 +12,7 @@ from engine.errors import counted
 from engine.run.files import write_atomically
 from engine.tools.comparison import accuracy, run_figures
 from engine.tools.comparison.accuracy import Difference
-from engine.tools.comparison.run_figures import ComparedRun, Row
+from engine.tools.comparison.run_figures import ComparedRun, Interval, Row
 from engine.tools.comparison.verdict import Verdict, config_differences, format_percent, judge_runs
 from engine.tools.pages import assemble_page
 from engine.tools.timeline import COLORS
@@ -161,14 +161,12 @@ def _forest(runs: Sequence[ComparedRun], found: Sequence[Verdict]) -> list[dict[
     for name in accuracy.benchmark_names(list(runs)):
         rows = [(number, run, accuracy.last_evaluation(run, name)) for number, run in enumerate(runs)]
         drawn = [
-            {
-                "run": number,
-                "label": f"{run.name}: {_accuracy(run, name)}",
-                "hint": _sampled(row),
-                "value": row["avg_at_k"],
-                "low": row["ci_low"],
-                "high": row["ci_high"],
-            }
+            _bar(
+                number,
+                f"{run.name}: {_accuracy(run, name)}",
+                _sampled(row),
+                Interval(row["avg_at_k"], row["ci_low"], row["ci_high"]),
+            )
             for number, run, row in rows
             if row is not None and "ci_low" in row and "ci_high" in row
         ]
@@ -179,6 +177,10 @@ def _forest(runs: Sequence[ComparedRun], found: Sequence[Verdict]) -> list[dict[
     return groups
 
 
+def _bar(run: int, label: str, hint: str, of: Interval) -> dict[str, Any]:
+    return {"run": run, "label": label, "hint": hint, "value": of.value, "low": of.low, "high": of.high}
+
+
 def _sampled(row: Row) -> str:
     given = counted(int(row["problems"]), "problem") if "problems" in row else "problems not known"
     each = counted(int(row.get("samples", 1)), "response")
@@ -187,14 +189,7 @@ def _sampled(row: Row) -> str:
 
 def _against(name: str, figure: str, found: Sequence[Verdict]) -> list[dict[str, Any]]:
     rows = [
-        {
-            "run": number,
-            "label": _told(verdict, one),
-            "hint": _how(one),
-            "value": one.interval.value,
-            "low": one.interval.low,
-            "high": one.interval.high,
-        }
+        _bar(number, _told(verdict, one), _how(one), one.interval)
         for number, verdict in enumerate(found, start=1)
         for one in verdict.accuracy
         if one.benchmark == name and one.interval.known

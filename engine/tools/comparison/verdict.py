@@ -130,16 +130,7 @@ def _verdict(run: ComparedRun, base: ComparedRun, sure: float, sure_of_accuracy:
     ]
     known = UNKNOWN if load or steps < run_figures.MIN_STEPS else speed
     answer = load + _answer(who=who, speed=known, accuracy=accuracy, reward=reward, loaded=bool(load))
-    return Verdict(
-        run=run,
-        base=base,
-        speed=speed,
-        reward=reward,
-        accuracy=accuracy,
-        answer=answer,
-        sentences=tuple(sentences),
-        cautions=tuple(_cautions(run, base)),
-    )
+    return Verdict(run, base, speed, reward, accuracy, answer, tuple(sentences), tuple(_cautions(run, base)))
 
 
 def _who(run: ComparedRun) -> str:
