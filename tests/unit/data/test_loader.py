@@ -76,14 +76,6 @@ def test_a_loader_without_prompts_is_refused():
         PromptLoader([], 0, 4)
 
 
-def test_a_step_begins_at_its_position():
-    loader = PromptLoader(prompts(7), 3, 4)
-    for step in (0, 1, 7):
-        found = [loader.at(4 * step + index) for index in range(4)]
-        assert [prompt for _, prompt in found] == loader.batch(step)
-        assert [epoch for epoch, _ in found] == [loader.epoch_of(step, index) for index in range(4)]
-
-
 def test_the_fingerprint_is_of_the_prompts_and_their_order():
     fingerprints = {PromptLoader(chosen, 0, 2).fingerprint for chosen in (prompts(4), prompts(4)[::-1], prompts(3))}
     assert len(fingerprints) == 3

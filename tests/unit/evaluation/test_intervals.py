@@ -1,15 +1,25 @@
-"""avg@k, pass@k, maj@k and their intervals against closed forms, enumerations and simulated coverage."""
+"""avg@k, pass@k, maj@k, their intervals, and verl's best@k and maj@k, against closed forms, enumerations and simulated
+coverage."""
 
 import itertools
 import math
 import random
 import statistics
+from collections import Counter
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.evaluation.intervals import accuracy_figures, is_right, mean_interval, pass_at, pass_curve
+from engine.evaluation.intervals import (
+    accuracy_figures,
+    best_of,
+    is_right,
+    majority_of,
+    mean_interval,
+    pass_at,
+    pass_curve,
+)
 from engine.types import Score
 
 
@@ -105,3 +115,25 @@ def test_intervals_cover_the_truth_when_samples_of_a_problem_hang_together():
     assert 0.93 <= held / trials <= 0.975
     # as if 240 independent samples it would be 0.109 wide and hold it in two of three cases; as if 30, 0.30 wide
     assert 0.17 < statistics.fmean(widths) < 0.26
+
+
+@pytest.mark.parametrize("values", [[1.0, 0.0, 0.0, 0.0], [0.25, -1.0, 2.0, 0.25], [1.0], [0.0, 0.0]])
+def test_best_of_k_is_the_mean_over_all_draws(values):
+    draws = list(itertools.product(values, repeat=len(values)))
+    assert best_of(values) == pytest.approx(sum(map(max, draws)) / len(draws))
+
+
+@pytest.mark.parametrize("answers", ["AABBC", "AAB", "ABCDE", "AAAA", "AABBB"])
+def test_the_majority_of_k_is_the_mean_over_all_draws(answers):
+    """A is right. verl takes the answer that is drawn first among those at the top."""
+
+    def value(drawn):
+        counts = Counter(drawn)
+        return float(max(counts, key=counts.get) == "A")  # Counter keeps the order in which answers were drawn
+
+    draws = list(itertools.product(answers, repeat=len(answers)))
+    counts = Counter(answers)
+    found = majority_of(list(counts.values()), list(counts).index("A"))
+    assert found == pytest.approx(sum(map(value, draws)) / len(draws), abs=0.02)
+    assert found == majority_of(list(counts.values()), list(counts).index("A"))  # seeded
+    assert majority_of(list(counts.values()), None) == 0.0

@@ -7,7 +7,7 @@ import pytest
 
 from engine.run.trace import Trace, read_spans
 from engine.tools import timeline
-from engine.tools.timeline import KINDS, lane_text, lanes_of, legend_entries, overlapped_steps, rows_of, whole_run
+from engine.tools.timeline import lane_text, lanes_of, legend_entries, overlapped_steps, rows_of, whole_run
 
 
 def span(lane, name, start, end, **attributes):
@@ -27,17 +27,19 @@ def step(number, start, first_train):
     ]
 
 
-def test_overlap_is_training_before_the_last_rollout_ends():
-    assert overlapped_steps(step(0, 0, 4) + step(1, 10, 7)) == {0: True, 1: False}
+EVALUATION = [span("instance-0", "rollout", start, start + 5, step=0) for start in (-20, 30)]
 
 
-def test_rollouts_of_an_evaluation_are_no_overlap():
-    evaluation = [span("instance-0", "rollout", start, start + 5, step=0) for start in (-20, 30)]
-    assert overlapped_steps(sorted(evaluation + step(0, 0, 7), key=lambda each: each["start"])) == {0: False}
-
-
-def test_an_unfinished_step_is_not_counted():
-    assert overlapped_steps(step(0, 0, 4)[:-1]) == {}
+@pytest.mark.parametrize(
+    ("spans", "overlaps"),
+    [
+        (step(0, 0, 4) + step(1, 10, 7), {0: True, 1: False}),
+        (EVALUATION[:1] + step(0, 0, 7) + EVALUATION[1:], {0: False}),  # its rollouts are no overlap
+        (step(0, 0, 4)[:-1], {}),  # it was not finished
+    ],
+)
+def test_overlap_is_training_before_the_last_rollout_of_a_step_ends(spans, overlaps):
+    assert overlapped_steps(spans) == overlaps
 
 
 def test_overlapping_spans_get_rows_of_their_own_and_rows_are_used_again():
@@ -46,18 +48,7 @@ def test_overlapping_spans_get_rows_of_their_own_and_rows_are_used_again():
 
 
 def test_lanes_are_ordered_by_role():
-    lanes = [
-        "zebra",
-        "verifier",
-        "pool instance-0",
-        "instances",
-        "instance-1",
-        "instance-0",
-        "scorer-reference-0",
-        "trainer-0",
-    ]
-    spans = [span(lane, "train", 0, 1) for lane in lanes]
-    assert lanes_of(spans) == [
+    ordered = [
         "trainer-0",
         "scorer-reference-0",
         "instance-0",
@@ -65,8 +56,8 @@ def test_lanes_are_ordered_by_role():
         "instances",
         "pool instance-0",
         "verifier",
-        "zebra",
     ]
+    assert lanes_of([span(lane, "train", 0, 1) for lane in ["zebra", *ordered[::-1]]]) == [*ordered, "zebra"]
 
 
 @pytest.fixture
@@ -85,17 +76,13 @@ def test_every_lane_and_span_is_there_and_the_overlap_is_told(data, tmp_path):
     assert "In 9 of 10 steps (90%)" in data["summary"]
     assert [start for _, start, _ in data["steps"]] == [10.0 * number for number in range(10)]
     assert [size for _, _, size in data["steps"]] == [2] * 8 + [1, None]  # the last step was not finished
-
-
-def test_it_opens_on_three_steps(data):
     left, right = data["window"]
-    assert 30 < right - left < 33
+    assert 30 < right - left < 33  # it opens on three steps
 
 
 def test_each_lane_and_colour_has_a_meaning(data):
     said = dict(data["legend"])
     assert {kind["name"] for kind in data["kinds"]} <= said.keys()
-    assert timeline.COLORS.keys() <= KINDS.keys()
     for name, _ in data["lanes"]:
         assert lane_text(name) in said.values()
     assert lane_text("trainer-3 bubble") != lane_text("trainer-3") != lane_text("instance-0")
