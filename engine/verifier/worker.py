@@ -8,6 +8,7 @@ socket.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import math
 import os
@@ -376,7 +377,9 @@ class _Orchestrator:
         """Return `count` bytes; b"" if the socket was closed before all of them arrived."""
         data = bytearray()
         while len(data) < count:
-            part = self._connection.recv(count - len(data))
+            part = b""
+            with contextlib.suppress(ConnectionResetError):  # the orchestrator was killed before it read an answer
+                part = self._connection.recv(count - len(data))
             if not part:
                 return b""
             data += part

@@ -79,7 +79,7 @@ class World:
             os.environ[CLIENT_AUTH] = self.services.environment[CLIENT_AUTH]
             self._ends.callback(os.environ.pop, CLIENT_AUTH)
             self._deploy()
-            self.services.worker("cpu", WORKER)
+            self.services.worker("cpu", WORKER, {"METRONOME_TOKEN": TOKEN})
         except BaseException:
             self._ends.close()
             raise
