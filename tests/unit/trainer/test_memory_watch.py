@@ -86,8 +86,8 @@ def test_the_next_step_of_recomputation_is_the_softest(said, advice):
 
 
 def test_the_device_has_less_than_was_counted_or_the_models_do_not_fit(said):
+    assert "ran out of memory while it loaded its models: " in said(step=None)
     found = said(more=-3 * MIB)
     assert "no more than the dry run counts: the device has less, another process uses it" in found
     assert "train.recompute (now false)" in found
     assert "train.offload (now false)" in found
-    assert "ran out of memory while it loaded its models: " in said(step=None)
