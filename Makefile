@@ -23,7 +23,7 @@ export PREFECT_SERVER_ANALYTICS_ENABLED := false
 export MLFLOW_DISABLE_TELEMETRY := true
 export HF_UPDATE_DOWNLOAD_COUNTS := 0
 
-.PHONY: run images smollm2 services test search slow-test parallel-test fault-test stack-test chaos chaos-test soak contract-ascend npu vllm vllm-test transferqueue-test test-torch210 \
+.PHONY: run images smollm2 services test search slow-test parallel-test fault-test stack-test long-test chaos chaos-test soak contract-ascend npu vllm vllm-test transferqueue-test test-torch210 \
 	nightly site demonstrate check-pins hashes \
 	lint clean
 

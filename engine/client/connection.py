@@ -73,8 +73,7 @@ class Connection:
             reply = read_message(raw)
         except msgspec.DecodeError:
             raise MetronomeError(
-                f"{self._name}: {self.url} answered {answer.status_code} to {what} , but not with a message of the "
-                "plane"
+                f"{self._name}: {self.url} answered {answer.status_code} to {what}, but not with a message of the plane"
             ) from None
         if isinstance(reply, Failure):
             raise reply.error()

@@ -270,7 +270,7 @@ class Batches:
     # generation -----------------------------------------------------------------------------------
 
     async def _generate(self, step: Step, prompts: Prompts | None, before: Step | None) -> None:
-        """Generate the batch of a step once the weights are there that it needs. With dynamic sampling, wait first
+        """Wait for the weights that the step needs, then generate its batch. With dynamic sampling, wait first
         until the batch of the step `before` is generated.
 
         `prompts`: those of the groups; None: the next ones of the data. A MetronomeError ends the run. Any other

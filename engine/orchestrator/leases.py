@@ -152,7 +152,8 @@ class Leases:
     def _next_work(self, request: messages.Lease, restarts: int) -> messages.Work | None:
         """Return the end of step or run, else a window, else None.
 
-        `restarts`: restarts of the stage's ranks when the request arrived. Ranks that have gone since get nothing.
+        `restarts`: restarts of the stage's ranks when the request arrived. If they were restarted since, its sender is
+        dead: the reply is StillWaiting.
         """
         if self._restarts[request.stage] != restarts:
             return StillWaiting()

@@ -81,8 +81,8 @@ class Ledger:
         group that asks, and small enough that the other replica groups need not wait for it (`_largest`). Several
         waiting windows are given as one (`_joined`). In prompt order, the windows depend only on the ordered rows: a
         window is given once it can't grow any more, and the replica groups take the windows in turn. `ahead`: the
-        replica group is still training another window. In arrival order it then gets a window only as long as windows
-        need not shrink for balance.
+        replica group is still training another window. In arrival order the reply is then [] once so little is left
+        that windows must shrink to balance the groups.
         """
         if self._windows.hold and len(self._ready) < self.expected:
             return []

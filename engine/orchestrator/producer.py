@@ -163,10 +163,10 @@ class Producer:
 
         `put` gets each finished group and passes it to the selection. More prompts are started than may be needed, to
         keep the instances busy: another one as soon as the instances have room for a group, whatever the slowest
-        responses of the earlier ones do. Only a group that is being scored counts whole, since its scores may say that
-        no other prompt is needed. At the end, groups that are still being generated are cancelled, but a `put`
-        that has begun is awaited, because the selection is complete before its last group is put. The first failure
-        cancels the rest and is raised.
+        responses of the earlier ones do. A group that is being scored still occupies all its slots here, because
+        its scores may complete the selection. At the end, groups that are still being generated are cancelled, but a
+        `put` that has begun is awaited, because the selection is complete before its last group is put. The first
+        failure cancels the rest and is raised.
         """
         tried = 0
         left = dict[int, int]()  # responses of each group that have not ended; of a group that is being scored, all
@@ -282,7 +282,10 @@ class Producer:
         """
         asked_at = time.monotonic()
         async with self._pool.borrow(
-            work.failed_on, bool(work.so_far or work.episodes), self._oldest_version(work.step), len(missing)
+            avoid=work.failed_on,
+            first=bool(work.so_far or work.episodes),
+            least=self._oldest_version(work.step),
+            size=len(missing),
         ) as place:
             if work.refused_since is not None:
                 work.refused_since += time.monotonic() - asked_at

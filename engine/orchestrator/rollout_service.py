@@ -51,7 +51,7 @@ async def rollout_service(
     `settings`: how responses are sampled. `synced`: training, where instances serve once they have received weights;
     without it (evaluation) they serve the model that they load from disk. In training, or with `joined`, the recipe may
     declare no instances, since others can join. In all other cases at least one is started. Instances may still be
-    loading when the body begins: `pool.connect()` waits for them.
+    loading when the body begins: `pool.connect_instances()` waits for them.
     """
     notices = notices or RunEvents()
     pool = Pool(

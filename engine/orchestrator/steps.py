@@ -6,10 +6,10 @@ Pure bookkeeping: no I/O, and no clock.
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from dataclasses import replace as changed
 
 from msgspec.structs import replace
 
@@ -148,7 +148,7 @@ class Steps:
 
     def _windows_of(self, stage: str) -> Windows:
         windows = self.stages[stage].windows
-        return changed(windows, replica_groups=self.replica_groups) if stage == TRAIN else windows
+        return dataclasses.replace(windows, replica_groups=self.replica_groups) if stage == TRAIN else windows
 
     def again(self, number: int) -> None:
         """Begin a step again for the trainer: its leases become invalid, and it gets all rows again."""
@@ -317,7 +317,9 @@ class Steps:
                 self._replaced[number] = (held, why)
                 number = next(self._numbers)
                 more = held.deliveries + 1
-                return self._hold(changed(held, number=number, consumer=consumer, given=now, deliveries=more))
+                return self._hold(
+                    dataclasses.replace(held, number=number, consumer=consumer, given=now, deliveries=more)
+                )
         return None
 
     def _hold(self, held: Held) -> Held:
@@ -328,7 +330,7 @@ class Steps:
         """Give what a stage holds to its next consumers at once, because its consumers are gone."""
         for number, held in self._held.items():
             if held.stage == stage:
-                self._held[number] = changed(held, given=EXPIRED)
+                self._held[number] = dataclasses.replace(held, given=EXPIRED)
 
     def held(self, number: int) -> Held:
         """Return the lease with this number. Raises ServiceConflict if it is no longer valid or does not exist."""

@@ -14,6 +14,7 @@ from engine.run.process import python_command
 TRAINER_RANK = "engine.trainer.rank"
 """Module of a trainer rank."""
 AGENT = "engine.trainer.ranks.agent"
+"""Module that starts the ranks of a node."""
 SCORER_RANK = "engine.trainer.ranks.scorer_rank"
 """Module of a scorer rank."""
 WAIT_POLICY = "OMP_WAIT_POLICY"
@@ -48,8 +49,8 @@ def service_command(config: Path) -> list[str]:
 def rank_arguments(
     config: Config, folder: Path, plane: str, weights: Path, attempt: int, resume: bool, replay: Path | None
 ) -> list[str]:
-    """Arguments of every trainer rank. `plane`: URL of the orchestrator's server; `weights`: folder for snapshots of
-    the weights; `attempt`: number of the orchestrator's attempt (engine.run.run_file)."""
+    """Arguments of every trainer rank. `plane`: URL of the orchestrator's server; `weights`: folder for weights on
+    their way to the instances; `attempt`: number of the orchestrator's attempt (engine.run.run_file)."""
     arguments = ["--folder", str(folder.resolve()), "--plane", plane]
     arguments += ["--weights", str(weights), "--threads", str(config.trainer_threads), "--attempt", str(attempt)]
     arguments += ["--resume"] if resume else []

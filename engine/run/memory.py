@@ -27,7 +27,7 @@ CHUNKS = 3
 BUCKET_BYTES = 2**28
 """Size of one bucket, the piece of the weights that is gathered and sent at a time."""
 BUCKETS = 3
-"""Number of buckets in memory during a weight sync (engine.client.publish.publisher)."""
+"""Number of buckets in memory during a weight sync: one is being gathered, one written, and one sent."""
 
 
 LOWERED_BY = {

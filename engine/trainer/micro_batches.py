@@ -1,4 +1,4 @@
-"""The trainer's micro-batches: packed rows (trainer.ranks.packing) with the values the loss needs for each token."""
+"""The trainer's micro-batches: packed rows (trainer/ranks/packing.py) with the values the loss needs for each token."""
 
 from __future__ import annotations
 

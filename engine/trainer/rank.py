@@ -8,7 +8,7 @@ import json
 import os
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import partial
 from pathlib import Path
@@ -37,9 +37,6 @@ from engine.wire.weights.watchdogs import WATCHDOGS
 if TYPE_CHECKING:
     from engine.trainer.policy import Policy
     from engine.trainer.rollouts import LiveRollouts, ReplayedRollouts
-
-
-from collections.abc import Callable
 
 TOLERANCE = 1.05
 """The dry run's sum of the memory held between two steps is exact except for small tensors."""
@@ -128,6 +125,28 @@ def _asked(said: str) -> int:
     return int(float(found[1]) * UNITS[found[2]]) if found else 0
 
 
+class StepProfiler:
+    """Runs a profiler from the start of the first chosen step to the end of the last."""
+
+    def __init__(self, steps: Sequence[int], make: Callable[[], Any]) -> None:
+        """`steps`: first and last step, or empty; `make` returns a profiler (`Platform.profiler`)."""
+        self._steps = range(steps[0], steps[1] + 1) if steps else range(0)
+        self._make = make
+        self._running: Any = None
+
+    def begin_step(self, step: int) -> None:
+        """Start the profiler if the step is chosen. A resumed run may start after the first chosen step."""
+        if self._running is None and step in self._steps:
+            self._running = self._make()
+            self._running.start()
+
+    def end_step(self, step: int) -> None:
+        """Stop the profiler after the last chosen step."""
+        if self._running is not None and step == self._steps[-1]:
+            self._running.stop()
+            self._running = None
+
+
 def main() -> int:
     """Set up the rank, train, export. Return 0, or 1 after a MetronomeError, which is reported to the orchestrator.
 
@@ -184,7 +203,6 @@ def _train_watched(config: Config, arguments: argparse.Namespace, plane: Connect
     from engine.trainer.export import export_policy
     from engine.trainer.loop import Figures, Loop
     from engine.trainer.policy import Policy
-    from engine.trainer.rank import StepProfiler
     from engine.trainer.ranks.rank_group import RankGroup
 
     base = Path(config.model.path)
@@ -266,25 +284,3 @@ def _rollouts(
 
 if __name__ == "__main__":
     sys.exit(main())
-
-
-class StepProfiler:
-    """Runs a profiler from the start of the first chosen step to the end of the last."""
-
-    def __init__(self, steps: Sequence[int], make: Callable[[], Any]) -> None:
-        """`steps`: first and last step, or empty; `make` returns a profiler (`Platform.profiler`)."""
-        self._steps = range(steps[0], steps[1] + 1) if steps else range(0)
-        self._make = make
-        self._running: Any = None
-
-    def begin_step(self, step: int) -> None:
-        """Start the profiler if the step is chosen. A resumed run may start after the first chosen step."""
-        if self._running is None and step in self._steps:
-            self._running = self._make()
-            self._running.start()
-
-    def end_step(self, step: int) -> None:
-        """Stop the profiler after the last chosen step."""
-        if self._running is not None and step == self._steps[-1]:
-            self._running.stop()
-            self._running = None

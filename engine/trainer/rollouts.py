@@ -42,8 +42,8 @@ class Replay:
                 self._mine.setdefault(entry.step, []).append(entry)
 
     def windows(self, step: int) -> Iterator[list[Group]]:
-        """Yield the replica group's windows of a step. Raises BadInput unless the record has all
-        groups of the step."""
+        """Yield the replica group's windows of a step. Raises BadInput unless the record has all groups of the
+        step."""
         count = self._groups.get(step, 0)
         if count != self._expected:
             raise BadInput(
@@ -243,9 +243,9 @@ class LiveRollouts(Rollouts):
         return reply, opened
 
     def _acknowledge(self, step: int, done: tuple[int, ...], coming: Future[Any]) -> tuple[int, ...]:
-        """Acknowledge trained windows while the request for the next window waits, since it may be waiting for exactly
-        that. Return the leases still to be acknowledged: after an error this returns them all, and the next request
-        raises the error on all ranks of the replica group instead of on one."""
+        """Acknowledge trained windows while the request for the next window waits: it may wait for this very
+        acknowledgement. Return the leases not yet acknowledged (all of them after an error, which the next request
+        raises on all ranks of the replica group instead of on one)."""
         if not self._ranks.leader or coming.done():
             return done
         replica_group = self._ranks.replica_group

@@ -98,8 +98,8 @@ class StillWaiting(Message):
 
 
 class PublishAgain(Message):
-    """No instance holds the trainer's weights, or one that has joined waits for them: publish this version again, which
-    is the policy's as long as the trainer waits for rows (`OpenSync.again`). No lease of the step is held."""
+    """Publish this version again (`OpenSync.again`): an instance lacks it, and the policy has not changed since. No
+    lease of the step is held."""
 
     version: int
 

@@ -19,7 +19,7 @@ from engine.client.publish.transports import Transport, address_of, open_transpo
 from engine.client.ranks import Ranks
 from engine.config import Config
 from engine.errors import DeadlineError, MetronomeError, TransferError, WeightSyncError
-from engine.run.memory import BUCKET_BYTES
+from engine.run.memory import BUCKET_BYTES, BUCKETS
 from engine.run.process import in_thread
 from engine.wire.messages import (
     AbortSync,
@@ -89,8 +89,6 @@ class SendPipeline:
 
 ATTEMPTS = 6
 """Attempts of a publish. The run stops if an instance fails in each of them."""
-UNDER_WAY = 3
-"""Buckets in memory at once: one is being gathered, one written, and one sent."""
 
 
 class PublishedModel(Protocol):
@@ -158,7 +156,7 @@ class Publisher:
         self._timeout_s = timeout_s
         self._stages = 1 + max(one.stage for one in ranks.gather(Outcome(stage=ranks.stage)))
         self._transport = transport
-        self._buffers = Buffers(UNDER_WAY if ranks.writes else 0, timeout_s, self._transport.device)
+        self._buffers = Buffers(BUCKETS if ranks.writes else 0, timeout_s, self._transport.device)
         self._pipeline = self._make_pipeline() if ranks.writes else None
         self._probed: tuple[int, ...] = ()
         """Token ids of the probe, from the orchestrator."""

@@ -179,7 +179,7 @@ class HealthMonitor:
         """Check an instance (`Pool.check_arrivals`)."""
         pool = self._pool
         try:
-            async with instance.client.until_cut("the check of an instance that arrives"):
+            async with instance.client.until_ended("the check of an instance that arrives"):
                 await pool.check_instance(instance)
         except MetronomeError as error:
             pool.leave_out(instance, error)

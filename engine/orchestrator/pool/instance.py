@@ -239,8 +239,7 @@ class Instance:
             self._go("draining")
 
     def depart(self, reason: str) -> None:
-        """Retire this object for good. Every call to the instance in progress ends with
-        Abandoned."""
+        """End every call in progress with Abandoned, and retire this object for good."""
         self._go("gone")
         self.reason = self.child.how_it_ended() if self.child is not None and self.dead else reason
         self.client.end_calls(self.reason)

@@ -127,7 +127,7 @@ class InstanceClient:
         self._session = session
         self._timeout_s = timeout_s
         self._under_way: set[asyncio.Timeout] = set()
-        self._cut: dict[asyncio.Timeout, str] = {}
+        self._ended: dict[asyncio.Timeout, str] = {}
         self._trusted = asyncio.Event()
         self._trusted.set()
 
@@ -139,8 +139,8 @@ class InstanceClient:
         """Send a request and wait for its reply. `timeout_s` defaults to rollout.timeout_s. The reply may have
         `more_bytes` than the request says.
 
-        Raises InstanceGone (connection broken), Abandoned (cut), InstanceFault (5xx), BrokenReply, DeadlineError,
-        Busy (409 …) and Refused (other 4xx); each names instance and route.
+        Raises InstanceGone (connection broken), Abandoned (`end_calls`), InstanceFault (5xx), BrokenReply,
+        DeadlineError, Busy (409 …) and Refused (other 4xx); each names instance and route.
         """
         what = f"{request.method} {request.path}"
         data = msgspec.json.encode(request) if request.method == "POST" else None
@@ -168,24 +168,24 @@ class InstanceClient:
 
     @asynccontextmanager
     async def _limited(self, what: str, limit_s: float | None) -> AsyncIterator[None]:
-        """Run the body until the deadline (None: there is none) or a `end_calls`. What is complete just when the calls
-        end is lost too."""
+        """Run the body until `limit_s` has passed (None: no limit) or `end_calls` ends it. A reply that arrives at
+        that moment is discarded."""
         scope = asyncio.timeout(limit_s)
         try:
             async with scope:
                 self._under_way.add(scope)
                 yield
         except TimeoutError:
-            if scope not in self._cut:
+            if scope not in self._ended:
                 raise DeadlineError(f"{self.name}: no answer to {what} in {limit_s:g} s") from None
         finally:
             self._under_way.discard(scope)
-            reason = self._cut.pop(scope, None)
+            reason = self._ended.pop(scope, None)
         if reason is not None:
             raise Abandoned(f"{self.name}: {what} was abandoned: {reason}")
 
-    def until_cut(self, what: str) -> AbstractAsyncContextManager[None]:
-        """Run work on the instance that has its own deadlines. A `end_calls` ends it with Abandoned."""
+    def until_ended(self, what: str) -> AbstractAsyncContextManager[None]:
+        """Run work on the instance that has its own deadlines. `end_calls` ends it with Abandoned."""
         return self._limited(what, None)
 
     def hold_responses(self) -> None:
@@ -206,9 +206,9 @@ class InstanceClient:
     def end_calls(self, reason: str) -> None:
         """End every call in progress with Abandoned, so that the callers continue without this instance."""
         now = asyncio.get_running_loop().time()
-        for scope in self._under_way - self._cut.keys():
+        for scope in self._under_way - self._ended.keys():
             if not scope.expired():  # else its own deadline has just ended it
-                self._cut[scope] = reason
+                self._ended[scope] = reason
                 scope.reschedule(now)
 
     async def complete(

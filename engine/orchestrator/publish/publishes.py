@@ -160,9 +160,8 @@ class Publishes:
         """Reply whether weights may be published now; the trainer asks again if not.
 
         The last swap must be finished, and no evaluation may need the current weights. If each batch has one version
-        and weights are not swapped in the background, all batches in flight must be generated. Where no instance
-        serves, nothing is waited for: the policy has moved on, and the version that they need is lost. What is missing
-        is sampled by the next version.
+        and weights are not swapped in the background, all batches in flight must be generated. If no instance
+        serves, do not wait: the old version can't be sent any more, so the missing responses come from the next one.
         """
         self._run_state.check_failure()
         self._check_version(request.version)
@@ -189,7 +188,7 @@ class Publishes:
         return generated and (self.swap is None or self.swap.done()) and self._allows_publish(serves)
 
     def decide_again(self, idle_s: float) -> bool:
-        """Return whether the last version goes again to the instances that lack it.
+        """Enter the state "again" if the last version must go to the instances that lack it. Return whether it must.
 
         The caller guarantees that the trainer's weights are this version's and that the trainer has held no lease for
         `idle_s`. If other instances serve, this must have lasted as long as the last publish took, so that another one

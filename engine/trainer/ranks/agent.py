@@ -3,7 +3,7 @@
 `python -m engine.trainer.ranks.agent --ranks N [--module MODULE] -- <rank arguments>`
 
 The agent is a separate process. It ends with the orchestrator, and the ranks end with it (engine.run.process). With
-several nodes, each node has one agent; the agents meet at a store on the orchestrator's node (trainer.ranks.nodes).
+several nodes, each node has one agent; the agents meet at a store on the orchestrator's node (trainer/ranks/nodes.py).
 
 torch's built-in rendezvous listens on all addresses and unpickles what it finds in its store. Here the nodes are known
 in advance, the store is a file of this user on one node and listens on one address with several, and everything read

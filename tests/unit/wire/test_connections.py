@@ -1,8 +1,8 @@
 """Half-sent requests and bytes that are no HTTP, on the servers that strangers may reach."""
 
 import asyncio
-import gc
 import contextlib
+import gc
 import re
 import socket
 import struct
