@@ -52,7 +52,6 @@ from engine.orchestrator.pool.health import HealthMonitor
 from engine.orchestrator.pool.pool import Pool
 from engine.orchestrator.server import Server
 from engine.run.folder import RunFolder
-from engine.run.memory import BUCKET_BYTES
 from engine.run.process import SHARED_MEMORY, drop_lifeline
 from engine.run.trace import Trace
 from engine.wire.access_token import VARIABLE
@@ -147,7 +146,7 @@ def measure(config: Config, models: TriModel, folder: Path, rounds: int) -> dict
 
     transport = config.weights.transport
     staged = config.weights.staged
-    sizes = bucket_sizes(models, BUCKET_BYTES)
+    sizes = bucket_sizes(models, config.weights.bucket_mb * 2**20)
     bare_side = bare_transfer(
         transport=transport, sizes=sizes, count=config.rollout.instances, folder=folder, timeout_s=TIMEOUT_S
     )
@@ -159,7 +158,7 @@ def measure(config: Config, models: TriModel, folder: Path, rounds: int) -> dict
                 ranks=RankGroup(1, TIMEOUT_S),
                 transport=open_transport(transport, TIMEOUT_S, torch.device("cpu"), folder / "weights"),
                 dtype=torch.float32,
-                bucket_bytes=BUCKET_BYTES,
+                bucket_bytes=config.weights.bucket_mb * 2**20,
                 timeout_s=TIMEOUT_S,
             )
             first_s = publisher.publish(models, 0)

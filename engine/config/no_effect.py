@@ -45,7 +45,7 @@ def _reasons(config: Config) -> Iterator[tuple[tuple[str, ...], str]]:
         )
     if config.cluster.engine != "ray":
         engine = config.cluster.engine
-        keys = ("cluster.address", "cluster.least_nodes", "cluster.most_instances")
+        keys = ("cluster.address", "cluster.wait_s", "cluster.least_nodes", "cluster.most_instances")
         yield keys, f'cluster.engine = "{engine}", and only "ray" reads it'
     if config.queue.store == "orchestrator":
         yield (

@@ -136,7 +136,7 @@ class Rollout(Table):
     timeout_s: PositiveFloat = 600.0
     """Longest time in seconds of one request, of one weight update, of the start of an instance, and of the wait for
     the first instance to join, counted from when the trainer is ready. An instance that starts before its run waits as
-    long for it, and a run as long for room on a Ray cluster."""
+    long for it."""
     vllm: Annotated[dict[str, Any], AfterValidator(_check_arguments)] = {}
     """Further arguments of vLLM for each instance, by vLLM's names with underscores: `gpu_memory_utilization = 0.8` in
     [rollout.vllm]. Those that Metronome sets itself are refused, and so is every one without engine = "vllm"
@@ -203,6 +203,9 @@ class Weights(Table):
     """Network interface of a trainer's node, "eth0" for example, through which instances on other machines reach the
     sender of the weights ("gloo", "nccl", "hccl"). Empty: the address of the host's name or, if that is loopback, the
     address from which the node reaches `parallel.rendezvous` or listens for instances (`rollout.listen`)."""
+    bucket_mb: PositiveInt = 256
+    """Size in MiB of one bucket, the piece of the weights that is gathered and sent at a time. Up to three buckets are
+    in the trainer's memory at once, in addition to the model."""
     check_tokens: int = Field(default=16, ge=0)
     """Number of tokens of the run's prompts whose log-probabilities trainer and instances compare after each sync; 0
     and 1 switch the comparison off. On a CPU each costs both sides as much as a generated token. With bfloat16, where

@@ -357,6 +357,9 @@ class Cluster(Table):
     dies starts again where there is room."""
     address: str = "auto"
     """Address "host:port" of the Ray cluster's head; "auto": the cluster of this machine."""
+    wait_s: PositiveFloat = 600.0
+    """Seconds that a run waits for Ray to have room for it, at its start, and before it resumes after the death of a
+    trainer node."""
     least_nodes: int = Field(default=0, ge=0)
     """Trainer nodes with which a run goes on if others have died and Ray has none to replace them within a minute:
     `parallel.data` shrinks with `parallel.nodes`, and each later attempt asks for all nodes again. 0: all of them, for

@@ -433,8 +433,12 @@ class InstanceApp:
     async def _start_profile(self, request: _Request) -> JsonObject:
         if self._profiling:
             raise Conflict("a profile is being recorded already; send /stop_profile first")
-        await self._backend.start_profile()
         self._profiling = True
+        try:
+            await self._backend.start_profile()
+        except BaseException:
+            self._profiling = False
+            raise
         return {"message": "the profile has begun"}
 
     async def _stop_profile(self, request: _Request) -> JsonObject:

@@ -201,7 +201,7 @@ class Batches:
         if self.held_bytes + size > MOST_BYTES:
             raise ServiceFull(
                 f"the service holds {self.held_bytes:,} bytes that are not trained yet, and {size:,} more would exceed "
-                f"{MOST_BYTES:,}"
+                f"{MOST_BYTES:,}; put it again once the trainer has taken some"
             )
 
     def _own_prompts(self, given: tuple[PromptData, ...]) -> list[Prompt]:

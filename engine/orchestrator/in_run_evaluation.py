@@ -3,7 +3,7 @@
 In `sync` and `periodic` it begins when all responses of the step are generated and the trainer is still training, when
 the instances are idle. In the modes that generate batches ahead the instances are never idle. There it begins when all
 of them serve the version, and its requests run along with those of the batches. In both cases the next publish waits
-for the last response of the evaluation, at most half of `train.timeout_s`. Scoring and voting continue during the next
+for the last response of the evaluation, at most `evaluate.max_wait_s`. Scoring and voting continue during the next
 step, in separate verifier processes.
 
 An evaluation whose responses have not all arrived by then is cut off and dropped, because the next weights differ and
@@ -126,7 +126,7 @@ class InRunEvaluation:
             task.result()
 
     def allows_publish(self, serves: bool) -> bool:
-        """Return whether weights may be published now. The first "no" starts the time limit. If
+        """Return whether weights may be published now. The first "no" starts the time limit `evaluate.max_wait_s`. If
         no instance `serves` any more, the evaluated weights are lost, and the evaluation is cut off."""
         one = self._newest
         if one is None or one.generated is not None:
@@ -136,7 +136,8 @@ class InRunEvaluation:
             return True
         if one.publish_asked is None:
             one.publish_asked = time.monotonic()
-            asyncio.get_running_loop().call_later(self._limit_s, self._cut_if_late, one)
+            limit = self._config.evaluate.max_wait_s
+            asyncio.get_running_loop().call_later(limit, self._cut_if_late, one, limit)
         return False
 
     @property
@@ -151,13 +152,15 @@ class InRunEvaluation:
     async def finish_evaluations(self) -> None:
         """Wait after the last step until the evaluations are scored and voted on, and drop those that are late.
 
-        Waits at most half of train.timeout_s, because the trainer's ranks wait for this with the limit train.timeout_s
-        (`RankGroup.from_first`).
+        Waits at most `evaluate.max_wait_s`, and at most half of train.timeout_s, because the trainer's ranks wait for
+        this with the limit train.timeout_s (`RankGroup.from_first`).
         """
         if self._evaluations:
-            await asyncio.wait(set(self._evaluations), timeout=self._limit_s)
+            limit = min(self._config.evaluate.max_wait_s, self._config.train.timeout_s / 2)
+            await asyncio.wait(set(self._evaluations), timeout=limit)
             await self._cut_off_all(
-                f"when the last step had waited {self._limit_s:g} s for it (half of train.timeout_s)"
+                f"when the last step had waited {limit:g} s for it (evaluate.max_wait_s, at most half of "
+                "train.timeout_s)"
             )
 
     async def close(self) -> None:
@@ -263,14 +266,9 @@ class InRunEvaluation:
             if "protocol" in row
         )
 
-    @property
-    def _limit_s(self) -> float:
-        """Longest time in seconds that training waits for an evaluation."""
-        return self._config.train.timeout_s / 2
-
-    def _cut_if_late(self, one: _Evaluation) -> None:
+    def _cut_if_late(self, one: _Evaluation, limit: float) -> None:
         if one.generated is None:
-            self._cut_off(one, f"when training had waited {self._limit_s:g} s for them (half of train.timeout_s)")
+            self._cut_off(one, f"when training had waited {limit:g} s for them (evaluate.max_wait_s)")
 
     def _cut_off(self, one: _Evaluation, when: str) -> None:
         if one.task is not None and not one.task.done() and not one.cut:

@@ -24,10 +24,8 @@ default (0.92 in vLLM 0.32)."""
 CHUNK_BYTES = 2**28
 CHUNKS = 3
 """Log-probabilities are computed in chunks of `CHUNK_BYTES`, up to three at a time (engine.model.logprobs)."""
-BUCKET_BYTES = 2**28
-"""Size of one bucket, the piece of the weights that is gathered and sent at a time."""
 BUCKETS = 3
-"""Number of buckets in memory during a weight sync: one is being gathered, one written, and one sent."""
+"""Number of buckets of `weights.bucket_mb` in memory during a weight sync: one is gathered, one written, one sent."""
 
 
 LOWERED_BY = {
@@ -39,6 +37,7 @@ LOWERED_BY = {
     "activations": ("train.recompute", "train.micro_batch_tokens", "parallel.sequence", "parallel.context"),
     "logits": ("train.micro_batch_tokens", "parallel.tensor", "parallel.context"),
     "one layer's backward": ("train.micro_batch_tokens", "parallel.tensor", "parallel.context"),
+    "sync buckets": ("weights.bucket_mb",),
 }
 """Name of a trainer's term → the keys on which it depends."""
 STATES = ("weights", "gradients", "optimizer", "frozen", "last gradient")
@@ -159,7 +158,7 @@ def _working(shape: ModelShape, config: Config, stage: int) -> Iterator[Term]:
     yield activation_term(shape, config, stage)
     yield from _peak(shape, config, stage)
     if config.weights.transport in ("nccl", "hccl"):
-        yield Term("sync buckets", BUCKETS * BUCKET_BYTES, f"{BUCKETS} × {BUCKET_BYTES // 2**20} MiB")
+        yield Term("sync buckets", BUCKETS * config.weights.bucket_mb * 2**20, f"{BUCKETS} × weights.bucket_mb")
 
 
 def activation_term(shape: ModelShape, config: Config, stage: int) -> Term:

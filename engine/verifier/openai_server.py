@@ -16,7 +16,7 @@ import msgspec
 from aiohttp import web
 
 from engine.errors import BadInput, OutOfRoom
-from engine.wire.access_token import is_authorized
+from engine.wire.access_token import is_authorized, refuse_source
 from engine.wire.connections import SERVER_LOG
 
 MAX_BODY = 16 * 2**20
@@ -121,10 +121,13 @@ class _ConversationServer:
     @web.middleware
     async def guard(self, request: web.Request, handler: Any) -> web.StreamResponse:  # noqa: ANN401
         """Refuse strangers before the body is read."""
+        refused = refuse_source(request.headers)
         given = request.headers.getall("Authorization", [])
-        if len(given) == 1 and is_authorized(given[0], self.key):
+        if refused is None and not (len(given) == 1 and is_authorized(given[0], self.key)):
+            refused = 401, "missing or wrong API key; this conversation has one of its own"
+        if refused is None:
             return await handler(request)  # type: ignore[no-any-return]
-        reply = _failed(401, "missing or wrong API key; this conversation has one of its own")
+        reply = _failed(*refused)
         reply.force_close()
         return reply
 

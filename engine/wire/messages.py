@@ -386,13 +386,33 @@ def is_of_trainer(request: Request[Any]) -> bool:
     return not isinstance(request, InitEngines | SampleResponses | AwaitVersion)
 
 
+FROM_PROGRAMS = (
+    InitEngines,
+    PutPrompts,
+    Lease,
+    WriteColumns,
+    SampleResponses,
+    Ready,
+    Heartbeat,
+    AwaitVersion,
+    MayPublish,
+    OpenSync,
+    ConnectSync,
+    SendBucket,
+    AbortSync,
+    FinishSync,
+    VerifySync,
+)
+"""The requests that programs may send."""
+
+
 def check_program(request: Request[Any], replica_groups: int, most: int) -> None:
     """Raise BadInput for a request that a program may not send.
 
     `replica_groups`: how many of them the program's trainer has; `most`: how many it may have.
     """
     name = type(request).__name__
-    if isinstance(request, ReplayProgress | Report | StageFailed):
+    if not isinstance(request, FROM_PROGRAMS):
         raise BadInput(f"{name}: only the run's own ranks send this request")
     if (group := request.replica_group) is not None and not 0 <= group < replica_groups:
         raise BadInput(f"{name}.replica_group = {group}: the trainer has {replica_groups}, counted from 0")

@@ -299,11 +299,9 @@ def test_a_second_run_waits_for_the_room_of_the_first_and_both_have_the_bits_of_
 
 
 def test_a_run_without_room_says_what_it_waits_for_and_ends(exact, tmp_path, cluster):
-    with Command(
-        tmp_path, on_ray(exact, cluster, "ray", **{"rollout.instances": 20, "rollout.timeout_s": 5})
-    ) as command:
+    with Command(tmp_path, on_ray(exact, cluster, "ray", **{"rollout.instances": 20, "cluster.wait_s": 5})) as command:
         assert command.process.wait(300) != 0
-    said = r"Ray has no room for instance-0 \(1 CPU\), .*; free are \d+ CPU; waited 5 s \(rollout.timeout_s\)"
+    said = r"Ray has no room for instance-0 \(1 CPU\), .*; free are \d+ CPU; waited 5 s \(cluster.wait_s\)"
     assert re.search(said, command.output), command.output
 
 
@@ -332,7 +330,7 @@ def test_a_run_takes_instances_as_the_cluster_grows_and_all_bits_stay(exact, tmp
 
 def test_a_run_goes_on_with_the_trainer_nodes_that_are_left(exact, tmp_path, monkeypatch):
     exact |= {"train.steps": 6, "checkpoint.every": 2, "parallel.data": 2, "parallel.nodes": 2}
-    keys = {"rollout.instances": 1, "parallel.rendezvous": "auto", "cluster.least_nodes": 1, "rollout.timeout_s": 30}
+    keys = {"rollout.instances": 1, "parallel.rendezvous": "auto", "cluster.least_nodes": 1, "cluster.wait_s": 30}
     with ray_cluster(monkeypatch, [{"num_cpus": 1}] * 3) as cluster:
         with Command(tmp_path, on_ray(exact, cluster, "ray", **keys)) as command:
             wait_for(lambda: len(steps(tmp_path, "ray")) >= 3, "the third step", 400)

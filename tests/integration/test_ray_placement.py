@@ -59,7 +59,7 @@ def stub():
 
 
 def recipe(name, address):
-    sets = ["cluster.engine=ray", f"cluster.address={address}", "rollout.timeout_s=300"]
+    sets = ["cluster.engine=ray", f"cluster.address={address}", "cluster.wait_s=300"]
     config = load_config(ROOT / f"infra/recipes/papers/{name}.toml", sets)
     if config.parallel.nodes > 1:
         config = load_config(ROOT / f"infra/recipes/papers/{name}.toml", [*sets, "parallel.rendezvous=auto"])

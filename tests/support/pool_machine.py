@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from engine.config import Config
 from engine.errors import DeadlineError, MetronomeError
 from engine.orchestrator.pool.health import HealthMonitor
-from engine.orchestrator.pool.instance import FAILURES
+from engine.orchestrator.pool.instance import FAILURES, SILENCES
 from engine.orchestrator.pool.instance_client import Busy, InstanceFault, InstanceGone, SamplingSettings
 from engine.orchestrator.pool.pool import Pool
 from engine.orchestrator.publish.publishes import Publishes
@@ -384,7 +384,7 @@ class PoolMachine(RuleBasedStateMachine):
             assert one.responses >= self.sent.count(one)
             assert one.responses <= CONCURRENCY * GROUP_SIZE
             assert one.failures < FAILURES or one.state == "gone", f"{one.name} has failed {one.failures} times"
-            assert one._times_out < FAILURES or one.state == "gone", f"{one.name} was out {one._times_out} times"
+            assert one._times_out < SILENCES or one.state == "gone", f"{one.name} was out {one._times_out} times"
             assert not (one.leaving and one.takes_prompts), f"{one.name} asked to leave, and takes prompts"
             assert not held or one.state not in ("out", "gone"), f"{one.name} is {one.state} and was not cut"
             assert one.version is None or one.state not in ("out", "starting") or not self.pool.synced

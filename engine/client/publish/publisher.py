@@ -19,7 +19,7 @@ from engine.client.publish.transports import Transport, address_of, open_transpo
 from engine.client.ranks import Ranks
 from engine.config import Config
 from engine.errors import DeadlineError, MetronomeError, TransferError, WeightSyncError
-from engine.run.memory import BUCKET_BYTES, BUCKETS
+from engine.run.memory import BUCKETS
 from engine.run.process import in_thread
 from engine.wire.messages import (
     AbortSync,
@@ -52,6 +52,7 @@ class SendPipeline:
         self._timeout_s = timeout_s
         self._last: list[Future[None]] = []
         """The steps of the last bucket."""
+        self._error: BaseException | None = None
 
     def put_bucket(self, bucket: Bucket, info: BucketInfo) -> None:
         """Begin with a bucket, once the last one has passed the first step."""
@@ -64,9 +65,15 @@ class SendPipeline:
 
     def _run_step(self, number: int, after: list[Future[None]], bucket: Bucket, info: BucketInfo) -> None:
         try:
+            wait(after)  # of all, so that none is under way once the last bucket has ended
             for earlier in after:
                 earlier.result()
+            if self._error is not None:
+                raise self._error
             self._steps[number](bucket, info)
+        except BaseException as error:
+            self._error = self._error or error
+            raise
         finally:
             if number + 1 == len(self._steps):
                 self._release(bucket)
@@ -81,6 +88,7 @@ class SendPipeline:
         """Wait until no bucket is in progress, and clear the error of a step. Raises DeadlineError."""
         self._wait()
         self._last = []
+        self._error = None
 
     def _wait(self) -> None:
         if wait(self._last, self._timeout_s).not_done:
@@ -174,7 +182,7 @@ class Publisher:
                 weights.transport, config.rollout.timeout_s, device, folder, address=address_of(config)
             ),
             dtype=DTYPES[config.model.dtype],
-            bucket_bytes=BUCKET_BYTES,
+            bucket_bytes=weights.bucket_mb * 2**20,
             timeout_s=config.transfer_timeout_s,
         )
 

@@ -36,6 +36,9 @@ NEXT = {
 FAILURES = 3
 """Number of failures in a row after which an instance is left out. The third time that it is left out without a good
 response in between, it is given up."""
+SILENCES = 12
+"""Number of times in a row that an instance may be silent during a publish or its check, as on a machine that is busy
+with something else. Then it is given up."""
 SMOOTHING = 0.3
 """Weight of the newest value in an instance's averages."""
 
@@ -340,10 +343,11 @@ class Instance:
         self.failures += 1
         return self.failures >= FAILURES
 
-    def record_left_out(self) -> bool:
-        """Record that the instance is left out for failures. Return whether it must be given up."""
-        self._times_out += 1
-        return self._times_out >= FAILURES
+    def record_left_out(self, silent: bool = False) -> bool:
+        """Record that the instance is left out, for failures or because it was `silent` during a publish or its check.
+        Return whether it must be given up."""
+        self._times_out += 1 if silent else SILENCES // FAILURES
+        return self._times_out >= SILENCES
 
     def record_load(self, load: Load) -> None:
         """Record an answer to GET /load."""

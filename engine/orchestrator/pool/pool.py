@@ -21,7 +21,7 @@ import aiohttp
 
 from engine.config import Config
 from engine.errors import BadInput, MetronomeError, ProcessDied, counted
-from engine.orchestrator.pool.instance import FAILURES, WORKING, Instance, Place, soonest_instance
+from engine.orchestrator.pool.instance import FAILURES, SILENCES, WORKING, Instance, Place, soonest_instance
 from engine.orchestrator.pool.instance_client import Abandoned, BrokenReply, InstanceClient
 from engine.orchestrator.run_events import RunEvents
 from engine.run.commands import instance_command
@@ -268,13 +268,17 @@ class Pool:
             self.changed()
 
     def leave_out(self, instance: Instance, error: MetronomeError) -> None:
-        """Exclude an instance that has failed. It is given up when this happens FAILURES times without a good response
-        in between. An instance that the pool has excluded itself, because it was silent, has not failed."""
-        if isinstance(error, Abandoned) or instance.state == "out":
+        """Exclude an instance that has failed in a publish, in its check or in its requests. It is given up when this
+        happens FAILURES times without a good response in between. One that the pool itself has excluded meanwhile,
+        because it was silent, has not failed; this happens at most SILENCES times."""
+        silent = isinstance(error, Abandoned)
+        if instance.state == "out" and not silent:
             return
-        self.exclude_instance(instance, str(error))
-        if instance.state != "gone" and instance.record_left_out():
-            self.remove_instance(instance, f"given up after it was left out {FAILURES} times in a row: {error}")
+        if not silent:
+            self.exclude_instance(instance, str(error))
+        if instance.state != "gone" and instance.record_left_out(silent):
+            times = f"silent {SILENCES}" if silent else f"left out {FAILURES}"
+            self.remove_instance(instance, f"given up after it was {times} times in a row: {error}")
 
     def remove_instance(self, instance: Instance, reason: str) -> None:
         """Remove an instance for good. The health monitor may restart a declared instance as a new object."""

@@ -254,6 +254,8 @@ class Publishes:
 
     async def _refuse_uncompared(self) -> NoReturn:
         version, _ = self._opened
+        if self._expected is not None and self._expected.done():
+            raise ServiceConflict(f"weight version {version} is still being swapped in; ask again (MayPublish)")
         if not self._trains:
             raise ServiceConflict(
                 f"weight version {version} waits to be compared with the trainer's (VerifySync); if the program that "

@@ -30,7 +30,6 @@ from engine.run.commands import instance_command, orchestrator_command
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder, dump_config
 from engine.run.instance_process import InstanceProcess
-from engine.run.memory import BUCKET_BYTES
 from engine.run.process import Child
 from engine.run.vllm_command import device_of, visible_devices, vllm_interpreter
 from engine.tools.acceptance.broadcast import broadcasting
@@ -313,7 +312,8 @@ def weight_sync(task: PartTask) -> None:
     sync_s = statistics.median(step["sync_s"] for step in steps[WARM_UP:])
     stored = sum(file.stat().st_size for file in model.glob("*.safetensors"))  # in fp32
     total = stored if config.model.dtype == "float32" else stored // 2
-    sizes = [BUCKET_BYTES] * (total // BUCKET_BYTES) + [total % BUCKET_BYTES]
+    bucket = config.weights.bucket_mb * 2**20
+    sizes = [bucket] * (total // bucket) + [total % bucket]
     between = machine if config.weights.transport == machine.backend else PLATFORMS["cpu"]
     backend = between.backend
     task.notes.doing(f"a bare broadcast of the same bytes over {backend}")

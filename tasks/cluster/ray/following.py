@@ -227,7 +227,7 @@ class Followed:
             raise MetronomeError(
                 f"none of the instances that Ray starts is left, and the run starts again for no others: {refused[0]}"
             )
-        wait_s = self._config.rollout.timeout_s
+        wait_s = self._config.cluster.wait_s
         began = told = time.monotonic()
         while missing := [part for part in nodes if part.place is None]:
             what = f"Ray has not started {', '.join(part.name for part in missing)} again"
@@ -240,10 +240,10 @@ class Followed:
             if gone:
                 raise MetronomeError(gone)
             if now > began + wait_s:
-                raise DeadlineError(f"{what} within {wait_s:g} s (rollout.timeout_s)")
+                raise DeadlineError(f"{what} within {wait_s:g} s (cluster.wait_s)")
             if now - told > SAY_S:
                 told = now
-                say("cluster", f"{what}; the run waits for up to {wait_s:g} s (rollout.timeout_s)")
+                say("cluster", f"{what}; the run waits for up to {wait_s:g} s (cluster.wait_s)")
             with self._lock:
                 extra = next((part for part in self._parts if part.extra), None)
                 if extra is not None:

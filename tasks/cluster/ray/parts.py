@@ -138,9 +138,7 @@ def first_place(part: PlacedPart, wait_s: float) -> ActorPlace:
         place: ActorPlace = ray.get(part.answer, timeout=wait_s)
     except ray.exceptions.GetTimeoutError:
         fetched = ", which includes the time to fetch the model" if part.model is not None else ""
-        raise DeadlineError(
-            f"Ray has not started {part.name} within {wait_s:g} s (rollout.timeout_s){fetched}"
-        ) from None
+        raise DeadlineError(f"Ray has not started {part.name} within {wait_s:g} s (cluster.wait_s){fetched}") from None
     except ray.exceptions.RayError as error:
         raised = raised_there(error)
         known = isinstance(raised, (MetronomeError, OSError))
@@ -158,7 +156,7 @@ def raised_there(error: Exception) -> Exception | None:
 def await_start(part: PlacedPart, config: Config, here: ActorPlace) -> None:
     """Wait until a process has been started. Raises the errors of `first_place`, and BadInput if weights can't get to
     it."""
-    place = part.place = first_place(part, config.rollout.timeout_s)
+    place = part.place = first_place(part, config.cluster.wait_s)
     part.answer = part.actor.look.remote()
     if place.niceness > here.niceness:
         print_error(
@@ -270,14 +268,14 @@ def take_room(
             if now - told > SAY_S:
                 told = now
                 why = _lacking(missing, asked, here)
-                say("cluster", f"{why}; the run waits for up to {wait_s:g} s (rollout.timeout_s)")
+                say("cluster", f"{why}; the run waits for up to {wait_s:g} s (cluster.wait_s)")
             time.sleep(POLL_S)
         else:
             return
         lacking = _lacking(missing, asked, here)
         give_back([part for parts in asked for part in parts])
         if time.monotonic() > deadline:
-            raise DeadlineError(f"{lacking}; waited {wait_s:g} s (rollout.timeout_s)")
+            raise DeadlineError(f"{lacking}; waited {wait_s:g} s (cluster.wait_s)")
         time.sleep(BACK_S * random.uniform(0.5, 1.5))
 
 

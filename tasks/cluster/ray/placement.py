@@ -130,7 +130,7 @@ def running_on_ray(config: Config, folder: Path, model: Path | None = None) -> I
     """During the body, the cluster runs the instances and, unless this is the evaluation of a `model`, the further
     trainer nodes. `folder`: that of the run, or of the evaluation, with its logs.
 
-    Raises BadInput if Ray is not installed or not reached, DeadlineError if it has no room within rollout.timeout_s,
+    Raises BadInput if Ray is not installed or not reached, DeadlineError if it has no room within cluster.wait_s,
     and MetronomeError if Ray is lost during the body (`RayWatch`).
     """
     note = (lambda error: None) if model is not None else run_folder(config).write_failure
@@ -155,8 +155,8 @@ def running_on_ray(config: Config, folder: Path, model: Path | None = None) -> I
         logs.mkdir(parents=True, exist_ok=True)
         began = time.monotonic()
         with _ending(parts, growth, logs, watch):
-            take_room(nodes, instances, config.rollout.timeout_s, here, run=config.run.name)
-            with _environment({TOKEN: own_token()}), _devices(nodes, config.rollout.timeout_s):
+            take_room(nodes, instances, config.cluster.wait_s, here, run=config.run.name)
+            with _environment({TOKEN: own_token()}), _devices(nodes, config.cluster.wait_s):
                 started = [part for part in parts if part.module]
                 for part in started:
                     begin(part)
@@ -283,7 +283,7 @@ def _node(number: int, amounts: Mapping[str, float], config: Config, folder: Pat
 
 def _patience(config: Config) -> float:
     """Seconds that a process waits for the orchestrator, which may itself wait for room and then load its models."""
-    return 2 * config.rollout.timeout_s
+    return config.cluster.wait_s + config.rollout.timeout_s
 
 
 def _instance(number: int, amounts: Mapping[str, float], config: Config, model: PlacedModel | None) -> PlacedPart:

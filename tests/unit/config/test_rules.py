@@ -143,7 +143,7 @@ algorithm.loss=gpg; algorithm.clip_low=0.1 -> algorithm.clip_low = 0.1
 algorithm.kl_estimator=k1 -> algorithm.kl_estimator = "k1"
 algorithm.gac_high=0.5 -> algorithm.gac_high = 0.5
 algorithm.overlong_penalty=0.5 -> algorithm.overlong_penalty = 0.5
-cluster.least_nodes=1 -> cluster.least_nodes = 1
+cluster.wait_s=5 -> cluster.wait_s = 5.0
 queue.address=auto -> queue.address = "auto"
 algorithm.clip_high=0.28; algorithm.old_policy=previous ->
 algorithm.clip_high=0.28; train.updates=2; train.prompts_per_step=2 ->
@@ -151,7 +151,7 @@ algorithm.clip_high=0.28; algorithm.loss=mine.py:loss ->
 algorithm.kl_estimator=k1; algorithm.kl_coef=0.1 ->
 algorithm.gac_high=0.5; algorithm.gradient_control=gac ->
 algorithm.overlong_penalty=0.5; algorithm.overlong_buffer=4 ->
-cluster.engine=ray; cluster.least_nodes=1 ->
+cluster.engine=ray; cluster.wait_s=5 ->
 queue.store=transferqueue; queue.unauthenticated=true ->
 stages.judge={gives=["quality"], reward_weight=0.5} ->
 """

@@ -36,7 +36,7 @@ def world(tmp_path, tiny_model, problems):
                 "data": {"train": str(problems), "heldout": str(problems)},
                 "rollout": {"max_context": 64, "max_new_tokens": 16, "timeout_s": 10, **dict(rollout)},
                 "reward": dict(reward),
-                "evaluate": {"every": 2, "problems": 6, "samples": 2, **evaluate},
+                "evaluate": {"every": 2, "problems": 6, "samples": 2, "max_wait_s": 20, **evaluate},
             }
         )
         folder = RunFolder(config.folder)
@@ -149,16 +149,8 @@ SLOW = {"reward": {"function": "SLOW", "timeout_s": 60}, "train": {"timeout_s": 
 @pytest.mark.parametrize(
     ("act", "how", "reason"),
     [
-        (
-            late,
-            {"delay_s": 60, "train": {"timeout_s": 0.4}},
-            "^0 of 12 responses had arrived when training had waited 0.2 s for",
-        ),
-        (
-            at_once,
-            {"train": {"timeout_s": 1e-6}},
-            "^its problems were not yet encoded, or its verifiers not yet started, when",
-        ),
+        (late, {"delay_s": 60, "max_wait_s": 0.2}, "^0 of 12 responses had arrived when training had waited 0.2 s for"),
+        (at_once, {"max_wait_s": 0}, "^its problems were not yet encoded, or its verifiers not yet started, when"),
         (
             unscored,
             SLOW,

@@ -104,6 +104,13 @@ def test_another_users_lock_cannot_be_taken(holder):
             hold_lock(file, "run folder a", 0.0).__enter__()
 
 
+def test_a_lock_that_cannot_be_read_is_not_taken_for_free(tmp_path):
+    """`metronome prune` deletes what nobody holds."""
+    (tmp_path / "loop.lock").symlink_to("loop.lock")
+    with pytest.raises(OSError, match="loop.lock"):
+        check_not_held(tmp_path / "loop.lock", "model a")
+
+
 def test_a_killed_holder_gives_it_back(holder):
     file, process = holder
     said = []

@@ -112,6 +112,7 @@ async def test_strangers_are_refused_and_so_is_what_does_not_continue_the_conver
 
         await ask(401, "wrong API key", headers={})
         await ask(401, "wrong API key", headers={"Authorization": "Bearer no"})
+        await ask(403, "a web page sent this request", headers=trusted | {"Origin": "http://evil.test"})
         await ask(
             400, "does not begin with the prompt '<.im_start.>user.*1'", [{"role": "system", "content": "x"}, USER]
         )

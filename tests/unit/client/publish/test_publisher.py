@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
-from engine.client.publish.publisher import ATTEMPTS
+from engine.client.publish.publisher import ATTEMPTS, SendPipeline
 from engine.client.publish.transports import open_transport
 from engine.errors import WeightSyncError
 from engine.orchestrator.pool.instance_client import InstanceGone
@@ -183,3 +183,33 @@ def test_an_error_of_the_orchestrator_is_raised_on_all_ranks(run, transport):
     _, ended, _ = run(transport, [1], a=corrupt, b=corrupt)
     assert {type(error) for error in ended} == {WeightSyncError}
     assert all("b was corrupted in transit" in str(error) for error in ended)
+
+
+def test_after_an_error_no_bucket_is_under_way_and_none_is_begun():
+    """The next attempt may begin at once: a bucket that were sent then would fall into it."""
+    goes_on = threading.Event()
+    written, sent, released = [], [], []
+
+    def write(bucket, info):
+        written.append(bucket)
+        if bucket == 2:
+            raise OSError("no space left")
+
+    def send(bucket, info):
+        if bucket == 1:
+            goes_on.wait(10)
+        sent.append(bucket)
+
+    steps = SendPipeline([write, send], released.append, timeout_s=10)
+    for bucket in range(5):
+        steps.put_bucket(bucket, None)
+    threading.Timer(0.3, goes_on.set).start()
+    with pytest.raises(OSError, match="no space left"):
+        steps.wait_for_steps()
+    assert sent == [0, 1]
+    assert written == [0, 1, 2]
+    assert sorted(released) == [0, 1, 2, 3, 4]
+    steps.restart_steps()
+    steps.put_bucket(5, None)
+    steps.wait_for_steps()
+    assert sent == [0, 1, 5]

@@ -8,6 +8,8 @@ from functools import partial
 import pytest
 
 from engine.errors import MetronomeError, ProcessDied
+from engine.orchestrator.pool.instance import SILENCES
+from engine.orchestrator.pool.instance_client import Abandoned
 from engine.orchestrator.publish.publishes import Publishes
 from engine.orchestrator.run_events import RunEvents
 from engine.orchestrator.run_state import RunState
@@ -79,8 +81,9 @@ async def test_an_instance_is_checked_once_and_given_up_when_it_fails_three_time
         assert checked.count("bad") == 3
 
 
-async def test_an_instance_that_is_silent_whenever_it_is_checked_or_updated_is_left_out_and_never_given_up(world):
-    """As on a machine that is busy with something else: the pool ends these calls itself, the instance fails none."""
+async def test_an_instance_that_is_silent_whenever_it_is_checked_or_updated_is_left_out_but_given_up_late(world):
+    """As on a machine that is busy with something else: the pool ends these calls itself, the instance fails none. One
+    that does nothing else has to end, or a run with no other would wait for it for ever."""
 
     async def hangs(instance):
         await asyncio.Event().wait()
@@ -108,6 +111,9 @@ async def test_an_instance_that_is_silent_whenever_it_is_checked_or_updated_is_l
                 await asyncio.wait_for(opening, 5)
         assert "no answer for" in one.reason
         assert one in w.pool.instances
+        for _ in range(SILENCES):
+            w.pool.leave_out(one, Abandoned("no answer for 5 s"))
+        assert one.reason == "given up after it was silent 12 times in a row: no answer for 5 s"
 
 
 async def test_a_wrong_address_holds_up_no_weight_update(world):

@@ -222,7 +222,7 @@ def test_a_process_that_fails_is_said_and_starts_again_and_the_others_go_on(ray,
 @pytest.mark.parametrize(
     ("error", "kind", "said"),
     [
-        (GetTimeoutError(), DeadlineError, r"Ray has not started instance-0 within 5 s \(rollout.timeout_s\)"),
+        (GetTimeoutError(), DeadlineError, r"Ray has not started instance-0 within 5 s \(cluster.wait_s\)"),
         (RayError("the actor died"), BadInput, "Ray can't start instance-0: the actor died"),
         (RayError("ray::", OSError("no space")), BadInput, "Ray can't start instance-0: no space$"),
         (RayError("ray::", DeadlineError("nothing was sent")), DeadlineError, "instance-0: nothing was sent$"),
@@ -288,8 +288,8 @@ def test_a_run_goes_on_with_fewer_trainer_nodes_and_asks_for_all_again(ray, monk
 
 def test_a_run_that_may_not_shrink_waits_and_names_the_node(ray, tmp_path):
     part = PlacedPart("trainer node 1", {}, RANKS)
-    with pytest.raises(DeadlineError, match=r"not started trainer node 1 again within 0\.1 s \(rollout\.timeout_s\)"):
-        followed([part], tmp_path, **TWO, **{"rollout.timeout_s": 0.1}).await_nodes()
+    with pytest.raises(DeadlineError, match=r"not started trainer node 1 again within 0\.1 s \(cluster\.wait_s\)"):
+        followed([part], tmp_path, **TWO, **{"cluster.wait_s": 0.1}).await_nodes()
 
 
 # room ----------------------------------------------------------------------------------------------
