@@ -107,9 +107,9 @@ def test_no_group_of_weights_that_fail_the_probe_reaches_the_trainer(settings, m
     sampled = []
     seen = InstanceClient._until_released
 
-    async def reply(client, cuts):
+    async def reply(client):
         sampled.append(client._trusted.is_set())
-        await seen(client, cuts)
+        await seen(client)
 
     monkeypatch.setattr(InstanceClient, "_until_released", reply)
     with pytest.raises(
