@@ -102,7 +102,7 @@ def test_each_process_of_a_recipe_lands_where_the_layout_wants_it(name, monkeypa
         began = time.monotonic()
         with placing.running_on_ray(config, tmp_path) as placed:
             print(f"{name}: {time.monotonic() - began:.1f} s")
-            parts = placed._followed._parts
+            parts = placed.await_nodes.__self__._parts
             check_landed(name, config, parts, {part: part.place.node for part in parts})
             assert parts[0].place.node == cluster.head_node.node_id
             seen = Counter()
