@@ -434,11 +434,12 @@ class InstanceApp:
         if self._profiling:
             raise Conflict("a profile is being recorded already; send /stop_profile first")
         self._profiling = True
+        began = False
         try:
             await self._backend.start_profile()
-        except BaseException:
-            self._profiling = False
-            raise
+            began = True
+        finally:
+            self._profiling = began
         return {"message": "the profile has begun"}
 
     async def _stop_profile(self, request: _Request) -> JsonObject:

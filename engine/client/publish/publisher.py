@@ -52,7 +52,7 @@ class SendPipeline:
         self._timeout_s = timeout_s
         self._last: list[Future[None]] = []
         """The steps of the last bucket."""
-        self._error: BaseException | None = None
+        self._failed = False
 
     def put_bucket(self, bucket: Bucket, info: BucketInfo) -> None:
         """Begin with a bucket, once the last one has passed the first step."""
@@ -64,17 +64,16 @@ class SendPipeline:
         self._last = own
 
     def _run_step(self, number: int, after: list[Future[None]], bucket: Bucket, info: BucketInfo) -> None:
+        ended_well = False
         try:
             wait(after)  # of all, so that none is under way once the last bucket has ended
             for earlier in after:
                 earlier.result()
-            if self._error is not None:
-                raise self._error
-            self._steps[number](bucket, info)
-        except BaseException as error:
-            self._error = self._error or error
-            raise
+            if not self._failed:
+                self._steps[number](bucket, info)
+            ended_well = True
         finally:
+            self._failed = self._failed or not ended_well
             if number + 1 == len(self._steps):
                 self._release(bucket)
 
@@ -88,7 +87,7 @@ class SendPipeline:
         """Wait until no bucket is in progress, and clear the error of a step. Raises DeadlineError."""
         self._wait()
         self._last = []
-        self._error = None
+        self._failed = False
 
     def _wait(self) -> None:
         if wait(self._last, self._timeout_s).not_done:
