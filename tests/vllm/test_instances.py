@@ -1,6 +1,5 @@
 """vLLM instances with two processes, with the stale head on purpose, and without a parent."""
 
-import asyncio
 import contextlib
 import gzip
 import json
@@ -188,14 +187,13 @@ def publish(models, folder, version, measured, wrong=()):
     async def act(steps, instance):
         tensors = [(name, -tensor if name in wrong else tensor) for name, tensor in models.tensors()]
         during = f"weight version {version}"
-        await steps.pause_instance(instance, during)
         await steps.begin_update(instance, during)
         for info in written(in_buckets(tensors, torch.bfloat16), folder, version):
             await steps.update_weights(instance, msgspec.convert(info, BucketInfo), during)
-        await steps.swap_version(instance, version)
-        steps.noise = measured[0] if measured else None
-        expected = models.probe(steps.probe.token_ids)
-        measured.append(await steps.compare_probe(instance, version, lambda: asyncio.sleep(0, expected)))
+        found = await steps.finish_update(instance, version, during)
+        if measured:
+            steps.keep_noise(measured[0])
+        measured.append(steps.compare_probe(instance, version, found, models.probe(steps.probe.token_ids)))
 
     return act
 
