@@ -1,27 +1,29 @@
-"""Ports of loopback for runs on several nodes."""
+"""Ports of loopback that no process listens on.
+
+They lie below those that the system gives to whoever asks for any and to outgoing connections, which beside other
+tests come and go by the hundred: one of these may be taken before its server starts.
+"""
 
 import random
 import socket
 from contextlib import ExitStack
 
+PORTS = range(20_000, 30_000)
 
-def two_neighbours():
-    """A free port with a free one after it: the nodes meet at the one, the orchestrator's server takes the next.
 
-    Below those that the system gives to outgoing connections, which beside other tests come and go by the hundred.
-    """
-    for port in random.sample(range(20_000, 30_000), 100):
+def free_port(count=1):
+    """A free port with `count` - 1 free ones after it."""
+    for port in random.SystemRandom().sample(PORTS, 100):  # tests may have seeded `random` alike
         try:
-            with ExitStack() as both:
-                for number in (port, port + 1):
-                    both.enter_context(socket.socket()).bind(("127.0.0.1", number))
+            with ExitStack() as sockets:
+                for number in range(port, port + count):
+                    sockets.enter_context(socket.socket()).bind(("127.0.0.1", number))
         except OSError:
             continue
         return port
-    raise AssertionError("100 ports tried, and none was free with the one after it")
+    raise AssertionError(f"100 ports tried, and none was the first of {count} free ones")
 
 
-def free_port():
-    """A port of loopback on which no process listens now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return listener.getsockname()[1]
+def two_neighbours():
+    """The first of two free ports: the nodes meet at the one, the orchestrator's server takes the next."""
+    return free_port(2)
