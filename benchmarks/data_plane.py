@@ -226,6 +226,7 @@ def run_config(arguments: argparse.Namespace):  # noqa: ANN201
             "timeout_s": 600,
         },
         train={"mode": "sync", "prompts_per_step": arguments.prompts, "timeout_s": 2400},
+        weights={"check_tokens": 0},  # the instance takes no weights
     )
 
 
