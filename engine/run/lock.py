@@ -70,7 +70,7 @@ def check_not_held(file: Path, what: str) -> None:
     """Raise BadInput, like `hold_lock` without waiting, if another process holds the lock. One that is gone does not
     count: its heirs end within a second or two. Writes nothing. Says nothing of a lock that only another user can
     open."""
-    with _opened(file, os.O_RDWR, none=(FileNotFoundError, PermissionError)) as descriptor:
+    with _opened(file, os.O_RDWR, absent=(FileNotFoundError, PermissionError)) as descriptor:
         if descriptor is not None and not _try(descriptor) and _is_alive(holder := _holder(descriptor)):
             raise BadInput(f"{what} is in use by {holder}; wait for its end or cancel it")
 
@@ -82,11 +82,13 @@ def is_held(file: Path) -> bool:
 
 
 @contextmanager
-def _opened(file: Path, flags: int, none: type[OSError] | tuple[type[OSError], ...] = OSError) -> Iterator[int | None]:
-    """The open file during the body; None where opening it raises an error of the kind `none`."""
+def _opened(
+    file: Path, flags: int, absent: type[OSError] | tuple[type[OSError], ...] = OSError
+) -> Iterator[int | None]:
+    """The open file during the body; None if this raises an error of the kind `absent`."""
     try:
         descriptor = os.open(file, flags | os.O_CLOEXEC, 0o600)
-    except none:
+    except absent:
         yield None
         return
     try:

@@ -120,6 +120,8 @@ def test_the_pods_of_a_ray_cluster_are_pods_to_kubernetes(folder):
         for group, template in pods(rendered(folder / name)):
             pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": group}, "spec": template["spec"]}
             kubernetes_validate.validate(pod, "1.34", strict=True)
+            with pytest.raises(kubernetes_validate.ValidationError):
+                kubernetes_validate.validate(pod | {"spec": {**pod["spec"], "container": []}}, "1.34", strict=True)
 
 
 def test_the_token_that_kuberay_makes_has_a_secret_of_its_own(folder):

@@ -198,6 +198,8 @@ def test_after_an_error_no_bucket_is_under_way_and_none_is_begun():
     def send(bucket, info):
         if bucket == 1:
             goes_on.wait(10)
+        if bucket == 6:
+            raise OSError("the instance is gone")
         sent.append(bucket)
 
     steps = SendPipeline([write, send], released.append, timeout_s=10)
@@ -213,3 +215,10 @@ def test_after_an_error_no_bucket_is_under_way_and_none_is_begun():
     steps.put_bucket(5, None)
     steps.wait_for_steps()
     assert sent == [0, 1, 5]
+    steps.put_bucket(6, None)
+    with pytest.raises(OSError, match="the instance is gone"):
+        steps.wait_for_steps()
+    steps.put_bucket(7, None)  # nobody would send it
+    with pytest.raises(OSError, match="the instance is gone"):
+        steps.wait_for_steps()
+    assert written == [0, 1, 2, 5, 6]
