@@ -56,13 +56,28 @@ def begin_chat(tokenizer, prompt, turns):
     return orchestrator.chat, orchestrator
 
 
-async def test_a_request_is_a_turn_and_what_was_sampled_is_never_tokenized_again(tokenizer):
+@pytest.fixture
+async def connect():
+    """Make clients of OpenAI's, which are closed at the end: one that is not closes itself in the loop of a later
+    test."""
+    clients = []
+
+    def begin(base_url, key):
+        clients.append(openai.AsyncOpenAI(base_url=base_url, api_key=key))
+        return clients[-1]
+
+    yield begin
+    for client in clients:
+        await client.close()
+
+
+async def test_a_request_is_a_turn_and_what_was_sampled_is_never_tokenized_again(connect, tokenizer):
     """What the agent repeats has other tokens than what was sampled: a space less, and no half character."""
     call = 'So <tool_call>{"name":  "add", "arguments": {"a": 1}}</tool_call><|im_end|>'
     turns = [tokenizer.encode(call), [*b"It is 2", 255], [*b"Yes\n"]]
     chat, orchestrator = begin_chat(tokenizer, "<|im_start|>", turns)
     async with chat.openai() as (base_url, key):
-        ask = openai.AsyncOpenAI(base_url=base_url, api_key=key).chat.completions.create
+        ask = connect(base_url, key).chat.completions.create
         said = [{"role": "system", "content": "Add."}, USER]
         first = await ask(model="policy", messages=said, tools=TOOLS, temperature=0.5)
         message = first.choices[0].message
@@ -90,11 +105,11 @@ async def test_a_request_is_a_turn_and_what_was_sampled_is_never_tokenized_again
             await session.get(base_url)
 
 
-async def test_an_agent_ends_as_a_program_does_where_no_room_is_left(tokenizer):
+async def test_an_agent_ends_as_a_program_does_where_no_room_is_left(connect, tokenizer):
     chat, _ = begin_chat(tokenizer, "<|im_start|>user\n", [])
     with pytest.raises(OutOfRoom) as raised:
         async with chat.openai() as (base_url, key):
-            await openai.AsyncOpenAI(base_url=base_url, api_key=key).chat.completions.create(model="", messages=[USER])
+            await connect(base_url, key).chat.completions.create(model="", messages=[USER])
     assert raised.value.__cause__.code == "context_length_exceeded"
 
 
@@ -150,7 +165,7 @@ async def test_messages_one_by_one_are_appended_as_all_at_once(tokenizer):
     assert tokenizer.hf.decode(found[0][1]).count("first") == 1
 
 
-async def test_a_conversation_begins_once_and_what_is_no_request_changes_nothing(tokenizer):
+async def test_a_conversation_begins_once_and_what_is_no_request_changes_nothing(connect, tokenizer):
     chat, orchestrator = begin_chat(tokenizer, "<|im_start|>user\n1", [[*b"1"]])
     wrong = {
         **{"max_tokens": [1], "stop": [5], "stream_options": 1, "chat_template_kwargs": ["x"], "tools": "add"},
@@ -158,7 +173,7 @@ async def test_a_conversation_begins_once_and_what_is_no_request_changes_nothing
     }
     for said, refused in (([], [{key: value} for key, value in wrong.items()]), ([USER], [{}])):
         async with chat.openai() as (base_url, key):
-            ask = openai.AsyncOpenAI(base_url=base_url, api_key=key).chat.completions.create
+            ask = connect(base_url, key).chat.completions.create
             for body in refused:
                 why = "begun already" if said else next(iter(body))
                 with pytest.raises(openai.BadRequestError, match=why):
@@ -168,11 +183,11 @@ async def test_a_conversation_begins_once_and_what_is_no_request_changes_nothing
     assert len(orchestrator.appended) == 1
 
 
-async def test_a_request_that_is_sent_again_gets_the_same_turn(tokenizer):
+async def test_a_request_that_is_sent_again_gets_the_same_turn(connect, tokenizer):
     """While the turn is sampled, after its client has given it up, and after the reply."""
     chat, orchestrator = begin_chat(tokenizer, "<|im_start|>user\n1", [[*b"1"], [*b"2"]])
     async with chat.openai() as (base_url, key):
-        ask = openai.AsyncOpenAI(base_url=base_url, api_key=key).with_options(max_retries=0)
+        ask = connect(base_url, key).with_options(max_retries=0)
         with pytest.raises(openai.APITimeoutError):
             await ask.with_options(timeout=0.02).chat.completions.create(model="", messages=[USER])
         again = [ask.chat.completions.create(model="", messages=[USER]) for _ in range(2)]
@@ -186,11 +201,11 @@ async def test_a_request_that_is_sent_again_gets_the_same_turn(tokenizer):
     assert len(orchestrator.appended) == 2
 
 
-async def test_a_first_request_that_is_refused_leaves_the_conversation_to_the_next(tokenizer):
+async def test_a_first_request_that_is_refused_leaves_the_conversation_to_the_next(connect, tokenizer):
     """Also while the program itself samples a turn."""
     chat, orchestrator = begin_chat(tokenizer, "<|im_start|>user\n1", [[*b"1"], [*b"2"]])
     async with chat.openai() as (base_url, key):
-        ask = openai.AsyncOpenAI(base_url=base_url, api_key=key).with_options(max_retries=0).chat.completions.create
+        ask = connect(base_url, key).with_options(max_retries=0).chat.completions.create
         with pytest.raises(openai.BadRequestError, match="12 tokens"):
             await ask(model="", messages=[USER], stop="no one token")
         more = [USER, {"role": "user", "content": "Add."}]
@@ -216,13 +231,13 @@ async def test_what_a_tool_says_may_look_like_a_mark(tokenizer):
     assert not chat.rewritten
 
 
-async def test_the_recipes_template_variables_are_those_of_every_turn(tokenizer):
+async def test_the_recipes_template_variables_are_those_of_every_turn(connect, tokenizer):
     """Its tools stand in the prompt; an agent need not name them, and may name others."""
     loaded = msgspec.structs.replace(tokenizer.loaded, variables=json.dumps({"tools": TOOLS}).encode())
     described = f"<|im_start|>tools\n{json.dumps(TOOLS)}<|im_end|>\n"
     chat, orchestrator = begin_chat(ProgramTokenizer(loaded), described, [[*b"1"], [*b"2"]])
     async with chat.openai() as (base_url, key):
-        ask = openai.AsyncOpenAI(base_url=base_url, api_key=key).chat.completions.create
+        ask = connect(base_url, key).chat.completions.create
         with pytest.raises(openai.BadRequestError, match="does not begin with the prompt"):
             await ask(model="", messages=[USER], tools=[{"type": "function", "function": {"name": "other"}}])
         await ask(model="", messages=[USER])

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-import gc
 import re
 import socket
 import struct
@@ -141,8 +140,6 @@ LEFT += [
 @pytest.mark.parametrize("reset", [True, False])
 async def test_a_client_that_goes_away_or_speaks_no_http_leaves_no_traceback(tmp_path, monkeypatch, caplog, reset):
     """As one that is killed. Every server, each route that reads a body, and answers that nobody takes."""
-    gc.collect()  # clients that earlier tests have left
-    caplog.clear()
     monkeypatch.setenv("METRONOME_TOKEN", "right")
     for server in [*SERVERS.values(), page, conversation]:
         async with server(tmp_path) as port:
