@@ -110,7 +110,7 @@ def test_pipeline_and_context_parallel_runs(exact, deep_model, tmp_path):
         assert sorted(sum(plans[0], [])) == sorted([*range(6), *range(6)])
         assert {key: value.shape for key, value in weights(tmp_path, layout).items()} == base
         most = max(map(len, plans[0]))
-        assert (most > 1) == (layout == "pipeline")  # a window of a pipeline takes several micro-batches
+        assert most > 1  # several micro-batches in a pipeline; elsewhere waiting windows are given as one
     bubbles = [span for span in read_spans(tmp_path / "pipeline/trace") if span["name"] == "bubble"]
     assert {span["lane"] for span in bubbles} == {"trainer-0 bubble", "trainer-1 bubble"}
     trained = {span["end"]: span for rank in (0, 1) for span in spans(tmp_path, "pipeline", "train", rank)}
