@@ -49,9 +49,16 @@ def clean_problems(problems: Problems, math: bool) -> Problems:
     answer, in any spelling (`equality.same_answer`). Without `math`, an answer may be anything that a user's reward
     reads, so only equal rows are duplicates. Raises BadInput if no row is left.
     """
+    if math:
+        rejected = list(problems.rejected)
+        problems = with_rows(problems, _gradable(problems.rows, rejected), rejected)
+    return each_once(problems, math)
+
+
+def each_once(problems: Problems, math: bool) -> Problems:
+    """The set with each problem once, as `clean_problems` has it, with all answers as they are."""
     rejected = list(problems.rejected)
-    rows = list(_gradable(problems.rows, rejected) if math else problems.rows)
-    return with_rows(problems, _once(rows, rejected, math), rejected)
+    return with_rows(problems, _once(problems.rows, rejected, math), rejected)
 
 
 def with_rows(problems: Problems, rows: Iterable[ProblemRow], rejected: Iterable[Rejected]) -> Problems:
@@ -78,7 +85,7 @@ def _gradable(rows: Iterable[ProblemRow], rejected: list[Rejected]) -> Iterable[
             yield row if answer == row.answer else replace(row, answer=answer)
 
 
-def _once(rows: list[ProblemRow], rejected: list[Rejected], math: bool) -> Iterable[ProblemRow]:
+def _once(rows: Sequence[ProblemRow], rejected: list[Rejected], math: bool) -> Iterable[ProblemRow]:
     """Keep the first of equal rows. With `math`, several spellings of one answer are one row, and a problem with
     different answers is dropped."""
     answers: dict[str, dict[str, str]] = {}

@@ -20,8 +20,10 @@ from engine.config.recipe import find_file
 from engine.data.hub import is_hub_id, read_hub
 from engine.data.problem_files import BYTES, File, JsonNumber, json_kind, parse_file, read_files, spell_value
 from engine.data.row_format import (
+    AMBIGUOUS,
     ANSWER,
     PROBLEM,
+    UNFINISHED,
     USUAL,
     RowFields,
     RowFormat,
@@ -29,6 +31,7 @@ from engine.data.row_format import (
     find_fields,
     has_column,
     identity_text,
+    is_missing,
 )
 from engine.errors import BadInput, counted
 from engine.types import JsonObject
@@ -116,14 +119,19 @@ def read_problems(path: str, layout: RowFormat = USUAL) -> Problems:
     rows, rejected = _usable(raw, fields, layout.own_reward)
     if not rows:
         raise BadInput(f"problem set {path}: no usable row among {len(raw)}{_why(raw, rejected)}")
-    gsm8k = sum(one.gsm8k for one in fields)
+    remarks = {
+        "the answer is what follows ####, as in GSM8K": sum(one.gsm8k for one in fields),
+        "the assistant's message at the end is not read, since a column has the answer": sum(
+            one.unread for one in fields
+        ),
+    }
     return Problems(
         rows=tuple(rows),
         skipped=count_reasons(rejected),
         source=source,
         content_hash=content_hash,
         rejected=tuple(rejected),
-        notes=(f"the answers of {path} are what follows ####, as in GSM8K ({counted(gsm8k, 'row')})",) if gsm8k else (),
+        notes=tuple(f"{path}, {counted(count, 'row')}: {remark}" for remark, count in remarks.items() if count),
     )
 
 
@@ -195,6 +203,9 @@ def _fault(
     columns: Mapping[str, Any], found: RowFields, answer: object, unanswered: bool
 ) -> tuple[str, str, str, str] | None:
     """Why a row cannot be used (column, reason, found, expected); None if it can be used."""
+    if found.refused:
+        shown = shorten_value(column(columns, found.problem_column)[-1])
+        return found.problem_column, found.refused, shown, _EXPECTED[found.refused]
     for name, place, value, expected in (
         ("problem", found.problem_column, found.problem, "a text"),
         ("answer", found.answer_column or "answer", answer, "a string or a number"),
@@ -215,6 +226,9 @@ def _fault(
 _EXPECTED = {
     "not valid Unicode": "whole characters",
     "answer is not a finite number": "a finite number, or a string",
+    AMBIGUOUS: "a message of the user or a tool at the end; the begin of a response may follow in a column prompt, an "
+    "answer in a column messages",
+    UNFINISHED: "a message of the user or a tool at the end, or a text of the assistant",
     "answer is beyond a double": "a number of magnitude 5e-324 to 1.8e308, or a string",
 }
 """The expected value by reason, where more than the type matters."""
@@ -227,7 +241,7 @@ def _has_bytes(value: object) -> bool:
 
 
 def _wrong(name: str, value: object) -> str:
-    if _missing(value):
+    if is_missing(value):
         return f"no {name}"
     if isinstance(value, bool) or not isinstance(value, str if name == "problem" else str | int | float):
         return f"{name} is {json_kind(value)}"
@@ -236,12 +250,6 @@ def _wrong(name: str, value: object) -> str:
     if isinstance(value, float) and math.isinf(value):
         return f"{name} is not a finite number"
     return "not valid Unicode" if isinstance(value, str) and _lone_surrogate(value) else ""
-
-
-def _missing(value: object) -> bool:
-    if isinstance(value, float):
-        return math.isnan(value)  # NaN is how data frames write null
-    return value is None or (isinstance(value, str) and not value.strip())
 
 
 def _lone_surrogate(text: str) -> bool:

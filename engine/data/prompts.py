@@ -148,13 +148,16 @@ def spell_columns(prompt: Prompt) -> str:
 
 def _chat(tokenizer: PreTrainedTokenizerBase, row: ProblemRow, data: Data, clock: datetime | None, source: str) -> str:
     messages = list(row.messages) or [{"role": "user", "content": row.problem}]
+    begun = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
     if data.instruction:
         line = data.instruction if data.instruction[0].isspace() else f"\n{data.instruction}"
-        messages[-1] = {**messages[-1], "content": messages[-1]["content"] + line}
+        last = max(number for number, one in enumerate(messages) if one["role"] == "user")
+        messages[last] = {**messages[last], "content": messages[last]["content"] + line}
     if data.system and messages[0]["role"] not in SYSTEM:
         messages.insert(0, {"role": "system", "content": data.system})
     try:
-        return render_chat(tokenizer, messages, data.chat_template_kwargs, clock)
+        text = render_chat(tokenizer, messages, data.chat_template_kwargs, clock)
+        return text if text.endswith(begun) else text + begun  # some templates begin with <think> themselves
     except BadInput as error:
         raise BadInput(
             f'data.prompt_template = "chat": {error} (for the problem {row.problem[:60]!r} of {source}); fix the '

@@ -7,6 +7,7 @@ answer under any of its usual names), of verl (prompt, reward_model.ground_truth
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,6 +15,7 @@ from typing import Any
 
 from engine.config import Config
 from engine.data.problem_files import spell_value
+from engine.reward.math.canonical import join_thousands
 from engine.reward.verifiers import last_boxed
 from engine.types import JsonObject
 
@@ -24,6 +26,10 @@ ANSWER = ("answer", "final_answer", "ground_truth", "reward_model.ground_truth")
 SOLUTION = "solution"
 r"""Name of the column whose last \boxed{…} is the answer if no answer column has one. Its whole text is the answer if
 it has no box and the row has no answer column."""
+AMBIGUOUS = "conversation ends with the assistant"
+UNFINISHED = "conversation ends without a text"
+"""Reasons of `RowFields.refused`. In `prompt` the assistant's last message is the begin of the response, as TRL and
+verl have it, in `messages` the whole answer, as OpenAI's examples do."""
 SYSTEM = ("system", "developer")
 """Roles of a message that gives instructions rather than a turn of the conversation."""
 _GSM8K = re.compile(r"(?:.*\n)?#### *(?P<answer>[^\n#]*[^\s#])\s*", re.DOTALL)
@@ -69,31 +75,52 @@ class RowFields:
     problem: Any
     answer: Any
     messages: tuple[JsonObject, ...] = ()
-    """The messages of a prompt that is a conversation, up to the last message of the user."""
+    """The messages of a prompt that is a conversation. If the last is the assistant's, the response continues it."""
     gsm8k: bool = False
-    """Whether the answer is what follows #### in GSM8K's column."""
+    """Whether the answer is what follows #### in a last line, as in GSM8K."""
+    unread: bool = False
+    """Whether the conversation ends with an answer that nothing reads, because a column has the answer."""
+    refused: str = ""
+    """Why the row cannot be used, if its conversation ends in a way that has no certain meaning."""
 
 
 def find_fields(row: Mapping[str, Any], layout: RowFormat) -> RowFields:
     """Find problem and answer of a row by the columns' names."""
     present = [name for name in PROBLEM if has_column(row, name)]
-    filled = [name for name in present if not _is_empty(column(row, name))]
+    filled = [name for name in present if not is_missing(column(row, name))]
     problem_column = layout.problem or next(iter(filled or present), "problem")
     problem = column(row, problem_column)
-    messages: tuple[JsonObject, ...] = ()
-    after = ""
-    if isinstance(problem, list) and problem and all(isinstance(one, dict) and "role" in one for one in problem):
-        messages, after = _until_the_user(problem)
-        problem = _conversation_text(messages)
     answer_column, answer = _answer(row, layout.answer)
-    is_gsm8k = problem_column == "question" and answer_column == "answer" and isinstance(answer, str)
-    found = _GSM8K.fullmatch(answer) if is_gsm8k else None
-    if found is not None:
-        answer = found["answer"].replace(",", "")  # 1,200, as the data set's own evaluation reads it
-    elif not answer_column and after:
+    messages: tuple[JsonObject, ...] = ()
+    completion: tuple[JsonObject, ...] = ()
+    refused = ""
+    if isinstance(problem, list) and problem and all(isinstance(one, dict) and "role" in one for one in problem):
+        messages = tuple(map(_message, problem))
+        asked = _without_answer(messages)
+        completion = messages[len(asked) :]
+        kind = problem_column.rpartition(".")[2]
+        if kind == "prompt":  # the response continues what the assistant begins there
+            calls = any(one.get("tool_calls") or not isinstance(one.get("content"), str) for one in completion)
+            refused = UNFINISHED if calls else ""
+            completion = ()
+        else:
+            messages = asked
+            refused = AMBIGUOUS if completion and answer_column and kind != "messages" else ""
+        problem = _conversation_text(asked)
+    if completion and not answer_column:
         answer_column = problem_column
-        answer = after
-    return RowFields(problem_column, answer_column, problem, answer, messages, gsm8k=found is not None)
+        answer = completion[0].get("content")
+    found = _GSM8K.fullmatch(answer) if isinstance(answer, str) else None
+    return RowFields(
+        problem_column,
+        answer_column,
+        problem,
+        join_thousands(found["answer"]) if found else answer,
+        messages,
+        gsm8k=found is not None,
+        unread=bool(completion) and answer_column != problem_column,
+        refused=refused,
+    )
 
 
 def has_column(row: Mapping[str, Any], path: str) -> bool:
@@ -123,8 +150,11 @@ def _step(value: Any, path: str) -> Any:  # noqa: ANN401
     return _step(inner, rest) if dot else inner
 
 
-def _is_empty(value: object) -> bool:
-    return value is None or value == "" or value == []
+def is_missing(value: object) -> bool:
+    """Whether a value says nothing: null, NaN (how data frames write null), a blank text, an empty list."""
+    if isinstance(value, float):
+        return math.isnan(value)
+    return value is None or value == [] or (isinstance(value, str) and not value.strip())
 
 
 def _answer(row: Mapping[str, Any], named: str) -> tuple[str, Any]:
@@ -134,29 +164,31 @@ def _answer(row: Mapping[str, Any], named: str) -> tuple[str, Any]:
     present = [name for name in ANSWER if has_column(row, name)]
     for name in present:
         value = column(row, name)
-        if not _is_empty(value):
+        if not is_missing(value):
             joins = name == "final_answer" and isinstance(value, list)
             return name, ", ".join(map(spell_value, value)) if joins else value
     solution = row.get(SOLUTION)
-    if isinstance(solution, str) and (found := last_boxed(solution) or ("" if present else solution)):
-        return SOLUTION, found
+    if isinstance(solution, str):
+        whole = solution if not present or _GSM8K.fullmatch(solution) else ""
+        if found := last_boxed(solution) or whole:
+            return SOLUTION, found
     if present:
         return present[0], column(row, present[0])
     return (SOLUTION, solution) if SOLUTION in row else ("", None)
 
 
-def _until_the_user(given: list[JsonObject]) -> tuple[tuple[JsonObject, ...], str]:
-    """The messages up to the last one of the user, and the text of the assistant's message that follows."""
-    messages = [_message(one) for one in given]
-    users = [place for place, one in enumerate(messages) if one["role"] == "user"]
-    last = users[-1] if users else -1
-    after = next((one["content"] for one in messages[last + 1 :] if users and one["role"] == "assistant"), "")
-    return tuple(messages[: last + 1]), after if isinstance(after, str) else ""
+def _without_answer(messages: tuple[JsonObject, ...]) -> tuple[JsonObject, ...]:
+    """The messages before the assistant's at the end; none without a message of the user."""
+    asked = [number for number, one in enumerate(messages, 1) if one["role"] != "assistant"]
+    return messages[: asked[-1]] if any(one["role"] == "user" for one in messages) else ()
 
 
 def _message(given: JsonObject) -> JsonObject:
-    """A message without the keys that a Parquet file fills with null. Parts that are texts are joined."""
+    """A message without the keys that a Parquet file fills with null. Parts that are texts are joined. A call of a tool
+    has the text "", since many templates add up texts."""
     message = {key: value for key, value in given.items() if value is not None}
+    if message.get("tool_calls"):
+        message.setdefault("content", "")
     content = message.get("content")
     if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
         message["content"] = "".join(str(part.get("text", "")) for part in content)

@@ -9,8 +9,8 @@ from pathlib import Path
 from engine.config import Config
 from engine.data.benchmark_files import FORMATS, benchmark_paths
 from engine.data.hub import set_name
-from engine.data.prepared import heldout_problems
-from engine.data.problems import Problems, read_problems
+from engine.data.prepared import each_once, heldout_problems
+from engine.data.problems import Problems, format_counts, read_problems
 from engine.data.prompts import encode_problems
 from engine.data.row_format import RowFormat
 from engine.data.tokenizer import Tokenizer
@@ -28,24 +28,28 @@ class Benchmark:
     problems: Problems
 
     @property
-    def note(self) -> str:
-        """A remark if the number of problems is unusual, else empty."""
+    def notes(self) -> tuple[str, ...]:
+        """Remarks for the user: how rows were read, which were left out, and an unusual number of problems."""
         known = FORMATS.get(self.name)
         found = len(self.problems.rows)
-        if known is None or found == known.problems:
-            return ""
-        return f"{self.name} has {counted(found, 'problem')} here, {known.problems} on the hub ({known.hub})"
+        notes = list(self.problems.notes)
+        if skipped := format_counts(self.problems.skipped):
+            notes.append(f"{self.name}: {counted(found, 'problem')}, each evaluated once; skipped rows: {skipped}")
+        if known is not None and found != known.problems:
+            notes.append(f"{self.name} has {counted(found, 'problem')} here, {known.problems} on the hub ({known.hub})")
+        return tuple(notes)
 
 
 def read_benchmarks(config: Config) -> list[Benchmark]:
-    """The benchmarks that `evaluate.benchmark` names, else the held-out problems. The first one decides which policy is
-    champion.
+    """The benchmarks that `evaluate.benchmark` names, else the held-out problems, with each problem once. The first one
+    decides which policy is champion.
 
     Raises BadInput like `benchmark_paths` and `read_problems`.
     """
     layout = RowFormat.of(config)
-    named = [Benchmark(name, read_problems(path, layout)) for name, path in benchmark_paths(config).items()]
-    return named or [Benchmark(set_name(config.data.heldout) or "heldout", heldout_problems(config))]
+    sets = {name: read_problems(path, layout) for name, path in benchmark_paths(config).items()}
+    sets = sets or {set_name(config.data.heldout) or "heldout": heldout_problems(config)}
+    return [Benchmark(name, each_once(problems, config.reward.uses_math)) for name, problems in sets.items()]
 
 
 @dataclass(frozen=True)

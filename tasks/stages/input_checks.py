@@ -105,8 +105,8 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
     if problems is not None:
         _check_prompts(config, len(problems.rows))
     for benchmark in benchmarks:
-        if benchmark.note:
-            _warn(benchmark.note)
+        for note in benchmark.notes:
+            _warn(note, "benchmark")
     _check_checkpoint_path(config.checkpoint.path)
     check_reward(config)
     if config.rollout.top_p < 1 or config.rollout.top_k:
@@ -233,9 +233,9 @@ def _warn_of_template(config: Config, tokenizer: Tokenizer) -> None:
 
 
 @cache
-def _warn(message: str) -> None:
-    """Print a warning once per process, because a command checks the inputs and then its flow checks them again."""
-    say("warning", message)
+def _warn(message: str, what: str = "warning") -> None:
+    """Print a message once per process, because a command checks the inputs and then its flow checks them again."""
+    say(what, message)
 
 
 def _check_checkpoint_path(place: str) -> None:

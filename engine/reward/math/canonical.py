@@ -152,7 +152,7 @@ _TYPED_UNIT = re.compile(
 )
 """A unit that is typed without `\\text`: known short ones, and words, after a number. A single letter is a variable."""
 _GROUPED = re.compile(r"(?<=\d)(?:,?\s*\\[!,]\s*|\{,\})(?=\d{3}(?!\d))")
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?!\d|,\d)")
+_THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)")
 _SCIENTIFIC = re.compile(r"((?:^|[,;(\[{=<>\s])[+-]?(?:\d+\.?\d*|\.\d+))[eE]([+-]?\d{1,4})(?=\s*(?:$|[,;)\]}=<>%]|\\))")
 
 
@@ -168,9 +168,15 @@ def canonical_latex(latex: str) -> str:
     text = _parted(_SOFT.sub(" ", _GROUPED.sub("", text)).strip())
     text = _TYPED_UNIT.sub(lambda match: f"\\text{{{match[1] or match[2]}}}{match[3] or ''}", text)
     text = _REPLACE.sub(lambda match: _REPLACED[match[0]], text)
-    if not re.search(r"[(\[]", text):  # in brackets a comma separates entries
-        text = _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
-    return _dense(_PI.sub(r"\\pi ", text)).rstrip(".,;")
+    return _dense(_PI.sub(r"\\pi ", join_thousands(text))).rstrip(".,;")
+
+
+def join_thousands(text: str) -> str:
+    """The text without the commas that separate thousands: 1,200 becomes 1200, but not 1,2 or (1,200), because in
+    brackets a comma separates entries."""
+    if re.search(r"[(\[]", text):
+        return text
+    return _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
 
 
 def _parted(text: str) -> str:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from engine.config import Config
+from engine.config import Config, Reward
 from engine.data.benchmark_files import FORMATS, benchmark_paths
 from engine.errors import BadInput
 from engine.evaluation.benchmarks import read_benchmarks
@@ -70,7 +70,7 @@ def test_every_named_benchmark_is_read_in_its_published_form(tmp_path, folder):
     assert {one.name: one.problems.rows[0].answer for one in found} == ANSWERS
     assert all(one.problems.rows[0].problem for one in found)
     assert not any(one.problems.skipped for one in found)
-    assert found[0].note == "aime24 has 1 problem here, 30 on the hub (HuggingFaceH4/aime_2024)"
+    assert found[0].notes == ("aime24 has 1 problem here, 30 on the hub (HuggingFaceH4/aime_2024)",)
 
 
 def test_names_and_files_together_by_commas(tmp_path, folder):
@@ -89,6 +89,25 @@ def test_zero_is_an_answer_and_an_empty_column_is_none(tmp_path, column):
     mine.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (found,) = read_benchmarks(config(tmp_path, benchmark=str(mine)))
     assert [row.answer for row in found.problems.rows] == ["0", "2"]
+
+
+def test_a_repeated_problem_is_evaluated_once_and_said(tmp_path):
+    """As BytedTsinghua-SIA/AIME-2024 has each of its problems 32 times, with another index."""
+    mine = tmp_path / "mine.jsonl"
+    asked = [[{"role": "user", "content": text}] for text in ("1+1=", "1+1= ", "2+2=", "2+2=")]
+    golds = ["2", "2", "4", "4.0"]
+    rows = [
+        {"prompt": prompt, "reward_model": {"ground_truth": gold}, "extra_info": {"index": f"{number}-{copy}"}}
+        for copy in range(32)
+        for number, (prompt, gold) in enumerate(zip(asked, golds, strict=True))
+    ]
+    mine.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": asked[0]}]))
+    for function, count in (("math", 2), ("exact", 3)):  # 4 and 4.0 are one answer for math only
+        made = config(tmp_path, benchmark=str(mine)).model_copy(update={"reward": Reward(function=function)})
+        (found,) = read_benchmarks(made)
+        assert len(found.problems.rows) == count
+        said = f"mine: {count} problems, each evaluated once; skipped rows: {128 - count} × duplicate, 1 × no answer"
+        assert found.notes == (said,)
 
 
 def test_beside_the_data_without_a_folder(tmp_path, folder):
@@ -123,7 +142,7 @@ def test_what_is_missing_is_named_with_where_it_was_looked_for(tmp_path, folder,
 def test_the_real_files(tmp_path):
     found = read_benchmarks(config(tmp_path, benchmark="aime24,amc,math500", folder=REAL))
     assert [len(one.problems.rows) for one in found] == [30, 83, 500]
-    assert [one.note for one in found if one.note] == ["amc has 83 problems here, 40 on the hub (math-ai/amc23)"]
+    assert [note for one in found for note in one.notes] == ["amc has 83 problems here, 40 on the hub (math-ai/amc23)"]
     assert {Path(one.problems.source).parent for one in found} == {Path(REAL)}  # read as they are, not copied
 
 

@@ -19,7 +19,7 @@ from engine.data.problem_statistics import report_data
 from engine.data.problems import read_problems
 from engine.data.prompts import encode_problems
 from engine.data.row_format import RowFormat
-from engine.data.tokenizer import Tokenizer
+from engine.data.tokenizer import Tokenizer, render_chat
 from engine.errors import BadInput
 from engine.evaluation.benchmarks import encode_benchmarks, read_benchmarks
 from engine.run.folder import dump_config
@@ -36,6 +36,9 @@ VERL = {
     "reward_model": {"style": "rule", "ground_truth": "2"},
     "extra_info": {"index": 0, "split": "train"},
 }
+THINK = {"role": "assistant", "content": "<think>\n"}
+CALL = {"role": "assistant", "tool_calls": [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]}
+RESULT = {"role": "tool", "content": "2"}
 CHAT = ["data.prompt_template=chat"]
 FORMATS = {
     "deepscaler": ({"problem": "1+1=", "answer": "2", "solution": "so \\boxed{3}"}, [ASKED]),
@@ -114,13 +117,89 @@ def test_a_row_of_each_format_is_rendered_and_scored_without_configuration(write
     assert scores("math", prompt, "It is \\boxed{2}", "It is \\boxed{3}") == [1.0, 0.0]
 
 
-def test_gsm8ks_answers_are_said(write):
-    path = write({"question": "How far?", "answer": "far\n#### 1,200"}, {"question": "1+1=", "answer": "#hash"})
-    prepared = prepare_problems(config(path))
-    assert [row.answer for row in prepared.train.rows] == ["1200", "#hash"]
-    assert report_data(prepared)["notes"][0] == f"the answers of {path} are what follows ####, as in GSM8K (1 row)"
-    other = write({"problem": "How far?", "answer": "far\n#### 1,200"}, name="other.jsonl")
-    assert training_problems(config(other)).rows[0].answer == "far\n#### 1,200"  # not GSM8K's columns
+@pytest.mark.parametrize("columns", [("question", "answer"), ("prompt", "ground_truth"), ("problem", "solution"), "xy"])
+@pytest.mark.parametrize(
+    ("stated", "gold"),
+    [
+        ("1,200", "1200"),
+        ("$1,234,567.50", "$1234567.50"),
+        ("-1,200", "-1200"),
+        ("1,200, 3,400", "1200, 3400"),
+        ("3,4", "3,4"),
+        ("1,2,3", "1,2,3"),
+        ("(3,4)", "(3,4)"),
+        ("(1,200)", "(1,200)"),
+        ("0,500", "0,500"),
+        ("1,20", "1,20"),
+        ("1234,567", "1234,567"),
+    ],
+)
+def test_gsm8ks_answers_are_read_in_any_column_and_said(write, columns, stated, gold):
+    path = write({columns[0]: "How far?", columns[1]: f"far <<1+1=2>>2\n#### {stated}\n"})
+    names = ["data.columns.problem=x", "data.columns.answer=y"] if columns == "xy" else []
+    prepared = prepare_problems(config(path, *names))
+    assert [row.answer for row in prepared.train.rows] == [gold]
+    assert report_data(prepared)["notes"][0] == f"{path}, 1 row: the answer is what follows ####, as in GSM8K"
+
+
+def test_what_only_looks_like_gsm8ks_form_stays(write):
+    rows = [
+        {"question": str(n), "answer": text} for n, text in enumerate(["#hash", "5 #### 6", "#### 5\nor so", "#####5"])
+    ]
+    found = prepare_problems(config(write(*rows)))
+    assert [row.answer for row in found.train.rows] == [row["answer"] for row in rows]
+    assert found.notes == ()
+
+
+NAN = float("nan")
+
+
+@pytest.mark.parametrize(
+    ("row", "problem", "answer"),
+    [
+        ({"problem": "", "question": "1+1=", "answer": "2"}, "1+1=", "2"),
+        ({"problem": " \n", "question": "1+1=", "answer": "2"}, "1+1=", "2"),
+        ({"problem": NAN, "prompt": [ASKED], "answer": "2"}, "1+1=", "2"),
+        ({"problem": "p", "answer": NAN, "solution": "so \\boxed{2}"}, "p", "2"),
+        ({"problem": "p", "answer": NAN, "solution": "so\n#### 1,200"}, "p", "1200"),
+        ({"problem": "p", "answer": " ", "final_answer": NAN, "ground_truth": 2}, "p", "2"),
+    ],
+)
+def test_a_column_that_says_nothing_hides_no_other(write, row, problem, answer):
+    (found,) = training_problems(config(write(row))).rows
+    assert (found.problem, found.answer) == (problem, answer)
+
+
+@pytest.mark.parametrize(
+    ("column", "after", "kept", "begun"),
+    [
+        ("prompt", [THINK], [], "<think>\n"),
+        ("prompt", [CALL, RESULT], [CALL, RESULT], ""),
+        ("prompt", [CALL, RESULT, THINK], [CALL, RESULT], "<think>\n"),
+        ("messages", [CALL, RESULT], [CALL, RESULT], ""),
+        ("messages", [CALL, RESULT, THINK], [CALL, RESULT], ""),
+        ("messages", [THINK], [], ""),
+    ],
+)
+def test_messages_after_the_users_last_reach_the_model(write, column, after, kept, begun):
+    path = write({column: [SYSTEM, ASKED, *after], "answer": "2"})
+    made = config(path, *CHAT, "data.instruction=Add.")
+    problems = prepare_problems(made).train
+    (prompt,) = encode(made).prompts
+    hf = Tokenizer(MODEL).hf
+    asked = {**ASKED, "content": "1+1=\nAdd."}
+    assert prompt.text == render_chat(hf, [SYSTEM, asked, *({"content": ""} | one for one in kept)], {}) + begun
+    unread = column == "messages" and after[-1] is THINK
+    assert [note.partition(": ")[2] for note in problems.notes] == unread * [
+        "the assistant's message at the end is not read, since a column has the answer"
+    ]
+
+
+def test_an_answer_of_messages_is_the_assistants_last(write):
+    rows = [
+        {"messages": [ASKED, *after, {"role": "assistant", "content": "so\n#### 2"}]} for after in ([], [CALL, RESULT])
+    ]
+    assert [row.answer for row in training_problems(config(write(*rows), *CHAT)).rows] == ["2", "2"]
 
 
 def test_columns_are_named_for_any_other_row(write):
@@ -140,6 +219,12 @@ def test_columns_are_named_for_any_other_row(write):
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "2"}, "problem is an object"),
         ({"prompt": [ASKED]}, r"answer: no answer \(found the columns prompt"),
         ({"prompt": [ASKED], "answer": {"target": 2}}, "answer is an object"),
+        ({"prompt": [ASKED, CALL], "answer": "2"}, "conversation ends without a text .*tool_calls"),
+        (
+            {"question": [ASKED, THINK], "answer": "2"},
+            "conversation ends with the assistant .*<think>.*in a column prompt",
+        ),
+        ({"messages": [THINK], "answer": "2"}, "no problem"),
     ],
 )
 def test_a_row_that_is_no_conversation_with_an_answer_is_left_out(write, row, message):
