@@ -18,9 +18,10 @@ from engine.config.marks import marked_keys, name_code, value_of
 from engine.errors import BadInput
 from engine.model.shape import content_hash
 from engine.run.checkpoint_files import all_complete
+from engine.run.files import put_in_place
 from engine.run.run_file import InputPart, read_run, update_run
 from engine.run.served_model import EXPORTED
-from engine.run.user_code import find_code
+from engine.run.user_code import copy_of, find_code
 
 CODE = "code"
 """Folder in the run folder with a copy of the user's code, one folder for each part and hash."""
@@ -67,12 +68,33 @@ def record_inputs(config: Config) -> None:
     now = find_inputs(config, Path(config.model.path))
     if all_complete(folder / "checkpoints"):
         check_inputs_kept(config, now, read_run(folder).inputs)
-    for part, one in now.items():
-        target = folder / CODE / f"{part}-{one['hash'][:12]}"
-        for file in _code(_specs(config, part)) if not target.exists() else ():
-            target.mkdir(parents=True, exist_ok=True)
-            shutil.copy(file, target)
+    for part in now:
+        keep_code(folder, config, part)
     update_run(folder, inputs=dict(now))
+
+
+def keep_code(folder: Path, config: Config, part: str) -> Path | None:
+    """Copy the present code of a part to a run folder. Return the folder of the copies, None if there is no code."""
+    files = _code(_specs(config, part))
+    copies = _copies(folder, part, _hash(files))
+    for file in files:
+        copy = copy_of(copies, file)
+        if not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            put_in_place(Path(shutil.copy(file, copy.with_suffix(".partial"))), copy)
+    return copies if files else None
+
+
+def kept_code(folder: Path, part: str) -> Path | None:
+    """The copies of a part's code at the start of the run in this folder, from which all its processes load it; None if
+    it has no code of its own there."""
+    one = read_run(folder).inputs.get(part)
+    return _copies(folder, part, one["hash"]) if one is not None and one["named"] and one["hash"] else None
+
+
+def _copies(folder: Path, part: str, code: str) -> Path:
+    """The folder of the copies, named by the code's hash."""
+    return folder.resolve() / CODE / f"{part}-{code[:12]}"
 
 
 def check_evaluated(folder: Path, config: Config, model: Path) -> None:
@@ -111,7 +133,7 @@ def describe_change(config: Config, now: Inputs, before: Inputs) -> str:
     refused = [part for part in changed if part not in config.run.accept]
     if not refused:
         return ""
-    copies = [config.folder / CODE / f"{part}-{before[part]['hash'][:12]}" for part in refused if before[part]["named"]]
+    copies = [_copies(config.folder, part, before[part]["hash"]) for part in refused if before[part]["named"]]
     there = [str(copy) for copy in copies if copy.exists()]
     return (
         f"{' and '.join(PARTS[part] for part in refused)} changed since the run was trained with it; put it back"
@@ -130,7 +152,7 @@ def _specs(config: Config, part: str) -> list[str]:
 
 
 def _code(specs: Collection[str]) -> list[Path]:
-    return [file for spec in specs if (file := find_code(spec)) is not None]
+    return list(dict.fromkeys(file for spec in specs for file in find_code(spec)))
 
 
 def _hash(files: Iterable[Path]) -> str:

@@ -1,14 +1,21 @@
-"""Loads a user's function, named "file.py:function" or "package.module:function". This runs the user's code."""
+"""Loads a user's function, named "file.py:function" or "package.module:function". This runs the user's code.
+
+The processes of a run load the copies in the run folder (`load_copies`): what is edited while a run goes on counts for
+the next one.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib
 import importlib.util
 import os
 import sys
+import sysconfig
 import traceback
-from collections.abc import Callable, Iterable
-from importlib.machinery import PathFinder
+from collections.abc import Callable, Iterator, Sequence
+from importlib.abc import MetaPathFinder, SourceLoader
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import Any
@@ -57,24 +64,101 @@ def load_function(key: str, spec: str, expected: str, signature: str) -> tuple[C
     return function, str(module.__file__)
 
 
-def find_code(spec: str) -> Path | None:
-    """The Python file of a user's function, found without running anything; None if there is none."""
+def find_code(spec: str) -> list[Path]:
+    """The Python files of a user's function, found without running anything: first its own, then those that this one
+    imports, itself or through others. Empty if it has none.
+
+    Installed packages are left out, and so are modules that are imported by a computed name.
+    """
     from engine.config.recipe import find_file
 
     place = spec.rpartition(":")[0]
-    if place.endswith(".py"):
-        return _first_file([find_file(place)])
-    first, *parts = place.split(".")
+    named = [find_file(place)] if place.endswith(".py") else _files_of(place, [os.getcwd(), *sys.path])
+    files = [file.resolve() for file in named if file.is_file()]
+    for file in files:
+        for name, places in _imports(file, files[0].parent):
+            files += [one for one in _files_of(name, places) if one not in files and _is_own(one)]
+    return files
+
+
+def _imports(file: Path, beside: Path) -> Iterator[tuple[str, Sequence[str]]]:
+    """The names of the modules that a file imports, and of what it imports from them, with the folders where they are
+    looked for. `beside`: the folder of the named file, which is one of them."""
+    try:
+        nodes = list(ast.walk(ast.parse(file.read_bytes())))
+    except (SyntaxError, ValueError):  # loading it will say so
+        return
+    for node in nodes:
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            level = getattr(node, "level", 0)
+            places = [str(file.parents[level - 1])] if level else [os.getcwd(), *sys.path, str(beside)]
+            module = getattr(node, "module", None)
+            yield from ((f"{module}.{alias.name}" if module else alias.name, places) for alias in node.names)
+
+
+def _files_of(name: str, places: Sequence[str]) -> list[Path]:
+    """The file of a module, and then those of the packages around it."""
+    first, *parts = name.split(".")
     # the latter knows packages that `pip install -e` made known by a finder of its own
-    found = PathFinder.find_spec(first, [os.getcwd(), *sys.path]) or importlib.util.find_spec(first)
-    if found is None or not parts:
-        return _first_file([] if found is None or found.origin is None else [Path(found.origin)])
-    modules = [Path(folder).joinpath(*parts) for folder in found.submodule_search_locations or ()]
-    return _first_file([file for one in modules for file in (one.with_suffix(".py"), one / "__init__.py")])
+    found = PathFinder.find_spec(first, places) or (None if first == "__main__" else importlib.util.find_spec(first))
+    if found is None:
+        return []
+    top = [Path(found.origin)] if found.origin is not None else []
+    for folder in map(Path, found.submodule_search_locations or ()):
+        deeper = [folder.joinpath(*parts[:count]) for count in range(len(parts), 0, -1)]
+        top = [*(file for one in deeper for file in (one.with_suffix(".py"), one / "__init__.py")), *top]
+    return [file.resolve() for file in top if file.suffix == ".py" and file.is_file()]
 
 
-def _first_file(places: Iterable[Path]) -> Path | None:
-    return next((place.resolve() for place in places if place.is_file()), None)
+def _is_own(file: Path) -> bool:
+    """Whether a file belongs to no installed package, to no library of Python and not to Metronome."""
+    libraries = (Path(sysconfig.get_path("stdlib")), Path(__file__).parents[1])
+    installed = any(part.endswith("-packages") for part in file.parts)
+    return not installed and not any(file.is_relative_to(library) for library in libraries)
+
+
+def copy_of(copies: Path, file: Path) -> Path:
+    """Where a folder of copies has the copy of a file: under the file's whole path."""
+    return copies / file.relative_to(file.anchor)
+
+
+def load_copies(copies: Path | None) -> None:
+    """From now on, this process loads each file of a user's code that has a copy in this folder from its copy. The
+    code does not notice: `__file__`, and the files beside it, are the original's. None changes nothing."""
+    if copies is not None:
+        sys.meta_path.insert(0, _CopyFinder(copies))
+
+
+class _CopyFinder(MetaPathFinder):
+    """Finds modules as Python does, and has them loaded from their copies."""
+
+    def __init__(self, copies: Path) -> None:
+        self.copies = copies
+
+    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
+        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
+        found = next((found for found in others if found is not None), None)
+        return found if found is None else self.use_copy(found)
+
+    def use_copy(self, found: ModuleSpec) -> ModuleSpec:
+        """Have a module loaded from its copy, if it has one."""
+        if found.has_location and (copy := copy_of(self.copies, Path(str(found.origin)).resolve())).is_file():
+            found.loader = _CopyLoader(str(found.origin), copy)
+        return found
+
+
+class _CopyLoader(SourceLoader):
+    """Loads a module from the copy of its file, without bytecode on disk, which may be that of the edited file."""
+
+    def __init__(self, file: str, copy: Path) -> None:
+        self._file = file
+        self._copy = copy
+
+    def get_filename(self, fullname: str) -> str:
+        return self._file
+
+    def get_data(self, path: str | bytes) -> bytes:
+        return self._copy.read_bytes()
 
 
 def describe_error(error: BaseException, file: str = "") -> str:
@@ -93,12 +177,15 @@ def _load_file(where: str, place: str) -> ModuleType:
     from engine.config.recipe import find_file
 
     path = find_file(place)
-    if not path.is_file():
-        raise BadInput(f"{where}: no such file: {path}")
     file = path.resolve()
+    kept = next((finder for finder in sys.meta_path if isinstance(finder, _CopyFinder)), None)
+    if not (file if kept is None else copy_of(kept.copies, file)).is_file():
+        raise BadInput(f"{where}: no such file: {path}{'' if kept is None else f', as a copy in {kept.copies}'}")
     found = importlib.util.spec_from_file_location(f"metronome_user_{file.stem}", file)
     if found is None or found.loader is None:
         raise BadInput(f"{where}: {file} is not a Python file")
+    if kept is not None:
+        kept.use_copy(found)
     module = importlib.util.module_from_spec(found)
     sys.modules[found.name] = module  # dataclasses and typing look up a class's module there
     sys.path.append(str(file.parent))  # so that it can import files in its own folder

@@ -28,7 +28,9 @@ from engine.run.memory import LOWERED_BY, Term, trainer_need
 from engine.run.process import bind_cores, watch_lifeline
 from engine.run.progress import format_size
 from engine.run.run_file import Fence
+from engine.run.run_inputs import kept_code
 from engine.run.trace import Trace
+from engine.run.user_code import load_copies
 from engine.trainer.ranks.rank_process import connect_rank, open_session, own_share, run_rank, run_recorded
 from engine.types import StepFigures
 from engine.wire import messages
@@ -159,6 +161,7 @@ def _main() -> int:
     watch_lifeline()
     arguments = _arguments()
     config = load_config(arguments.folder / "config.toml")
+    load_copies(kept_code(arguments.folder, "algorithms"))
     bind_cores(own_share(config.train.devices, config.parallel.ranks_per_node))
     torch.set_num_threads(arguments.threads)
     plane = connect_rank(config, arguments.plane, f"trainer-{os.environ['RANK']}")

@@ -27,10 +27,21 @@ ONLY: Mapping[str, tuple[object, ...]] = {
     "top_logprobs": (0,),
     "response_format": ({"type": "text"},),
     "tool_choice": ("auto",),
+    "parallel_tool_calls": (True,),
     "functions": ([],),
+    "function_call": ("auto",),
     "logit_bias": ({},),
 }
-"""Keys that would change what is sampled or answered, and their values that do not. Each may also be null."""
+"""Keys that would change what is sampled or answered, and their values that do not."""
+NOT_READ = frozenset(
+    " ".join(
+        (
+            "temperature top_p top_k min_p seed presence_penalty frequency_penalty repetition_penalty",
+            "user metadata store service_tier safety_identifier prompt_cache_key",
+        )
+    ).split()
+)
+"""Keys with any value: what is sampled is up to the recipe, and the others are for OpenAI's accounts."""
 
 
 class StreamOptions(msgspec.Struct):
@@ -39,8 +50,8 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class OpenAIRequest(msgspec.Struct):
-    """The keys of a request that are read. What is sampled is up to the recipe: temperature and such are not read."""
+class OpenAIRequest(msgspec.Struct, forbid_unknown_fields=True):
+    """The keys of a request that are read."""
 
     messages: list[Any]
     model: str | None = None
@@ -241,16 +252,20 @@ class _ConversationServer:
 
 
 def read_request(body: Any) -> OpenAIRequest:  # noqa: ANN401
-    """Check all of a request but its messages. Raises BadInput, which names a key that is wrong."""
+    """Check all of a request but its messages. A key that is null counts as absent. Raises BadInput, which names a key
+    that is wrong or unknown."""
+    if not isinstance(body, dict):
+        raise BadInput(f"the body is {body!r:.80}; expected a JSON object")
+    given = {key: value for key, value in body.items() if value is not None and key not in NOT_READ}
     try:
-        request = msgspec.convert(body, OpenAIRequest)
+        request = msgspec.convert({key: given[key] for key in given.keys() - ONLY.keys()}, OpenAIRequest)
     except msgspec.ValidationError as error:
         told, _, key = str(error).partition(" - at `$.")
         raise BadInput(f"{key.rstrip('`')}: {told}" if key else told) from None
-    for key in ONLY.keys() & body.keys():
-        given = body[key]
-        if given is not None and not any(type(given) is type(one) and given == one for one in ONLY[key]):  # True is 1
-            raise BadInput(f"{key}: {given!r:.80}; only {json.dumps(ONLY[key][0])} is served here")
+    for key in ONLY.keys() & given.keys():
+        value = given[key]
+        if not any(type(value) is type(one) and value == one for one in ONLY[key]):  # True is 1
+            raise BadInput(f"{key}: {value!r:.80}; only {json.dumps(ONLY[key][0])} is served here")
     return request
 
 

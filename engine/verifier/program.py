@@ -147,6 +147,8 @@ class Chat:
         self._last: Turn | None = None
         self._waiting: asyncio.Future[TurnSampled] | None = None
         self._history: list[Mapping[str, Any]] = [{"role": "user", "content": prompt.problem}]
+        self._variables: Mapping[str, Any] = {}
+        """The template's variables with which the history was written."""
         self._prompt = prompt
         self.length = len(prompt.token_ids)
         """Tokens of the prompt and of everything up to the last turn."""
@@ -199,8 +201,8 @@ class Chat:
 
         What the template writes after the last turn is appended. What was sampled stays as it is, also where the
         template would rewrite it. Several calls after a turn append what one call with all their messages would. Raises
-        RuntimeError before the first turn, and BadInput if the template fails, or if a text was appended between two
-        calls.
+        RuntimeError before the first turn, and BadInput if the template fails, if a text was appended between two
+        calls, or if other variables than before change what the template writes before the last turn.
         """
         if self._last is None:
             raise RuntimeError("chat.messages: the prompt is in its template already; messages follow a turn")
@@ -217,12 +219,27 @@ class Chat:
         _, last, after = text.rpartition(marks[self._turns[-1]])
         if not last:
             raise BadInput("chat.messages: the chat template leaves out the last turn")
+        if variables != self._variables:
+            self._check_variables(marked[: self._turns[-1] + 1], variables)
         self._note_rewrite(written, text, marks)
         ids = self._tokenizer.encode(after)
         if ids[:1] == list(self._last.token_ids)[-1:]:
             ids = ids[1:]  # the end of the turn was sampled
         self._history += messages
+        self._variables = variables
         self._appended[kept:] = self._messages = ids  # `after` has the messages of earlier calls too
+
+    def _check_variables(self, said: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> None:
+        """Raise BadInput if variables change what the template writes up to the last turn, which the model has seen."""
+        stands = self._tokenizer.render(said, self._variables)
+        written = self._tokenizer.render(said, variables)
+        if stands != written:
+            keys = sorted(variables.keys() | self._variables.keys())
+            raise BadInput(
+                f"other {' or '.join(keys)} than before: the chat template would write {_difference(stands, written)} "
+                "before the last turn, which the model would not see; a conversation keeps those with which it "
+                "begins (data.chat_template_kwargs, or the first request)"
+            )
 
     def _make_marks(self, text: str) -> Mapping[int, str]:
         """Return a mark for the place of each turn; `text` has none of them."""
@@ -235,10 +252,8 @@ class Chat:
         """Note where what the template makes of the turns differs from the turns in place of their marks."""
         for place, mark in marks.items():
             marked = marked.replace(mark, self._history[place]["content"])
-        if written == marked:
-            return
-        begin = len(commonprefix((written, marked)))
-        self.rewritten = f"{marked[begin : begin + SHOWN]!r} as {written[begin : begin + SHOWN]!r}"
+        if written != marked:
+            self.rewritten = _difference(marked, written)
 
     def begin(self, messages: Sequence[Mapping[str, Any]], **variables: Any) -> None:  # noqa: ANN401
         """Say which messages the prompt begins, before the first turn. What follows the prompt in their chat template
@@ -255,6 +270,7 @@ class Chat:
                 f"{self._tokenizer.decode(self._prompt.token_ids)!r:.300} (data.prompt_template)"
             )
         self._history = list(messages)
+        self._variables = variables
         self._appended += token_ids[count:]
 
     def openai(self) -> AbstractAsyncContextManager[tuple[str, str]]:
@@ -270,6 +286,12 @@ class Chat:
         """Give the program the turn that it waits for."""
         if self._waiting is not None and not self._waiting.done():
             self._waiting.set_result(sampled)
+
+
+def _difference(was: str, now: str) -> str:
+    """Where one text begins to differ from another, for messages."""
+    begin = len(commonprefix((was, now)))
+    return f"{was[begin : begin + SHOWN]!r} as {now[begin : begin + SHOWN]!r}"
 
 
 async def serve_episodes(

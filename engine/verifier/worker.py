@@ -2,7 +2,7 @@
 socket.
 
 `engine.orchestrator.workers.verifier_pool` starts it with the command
-`python -m engine.verifier.worker SOCKET MEMORY PROCESSES FUNCTIONS`.
+`python -m engine.verifier.worker SOCKET MEMORY PROCESSES FUNCTIONS CODE`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from engine.errors import BadInput, RewardError, cut_text
 from engine.reward.scorer import LARGEST_SCORE, METRIC_NAME, METRIC_NAMES
 from engine.reward.verifiers import BUILT_IN
 from engine.run.process import watch_lifeline
-from engine.run.user_code import UserCode, describe_error
+from engine.run.user_code import UserCode, describe_error, load_copies
 from engine.types import Prompt, Response, Score
 from engine.verifier.guardian import start_guardian
 from engine.verifier.program import load_program, serve_episodes
@@ -59,9 +59,10 @@ NO_LISTS = (str, bytes, bytearray, Mapping, Set)
 """Iterable types that are not a list of scores: texts, and types without order or without scores."""
 
 
-def main(socket_fd: int, memory: int, processes: int, functions: Sequence[WeightedFunction]) -> None:
+def main(socket_fd: int, memory: int, processes: int, functions: Sequence[WeightedFunction], code: str) -> None:
     """Answer the orchestrator at the other end of `socket_fd` until it closes the socket. `memory`: limit in bytes for
-    a user's reward. `processes`: limit on the processes that a reward starts. 0 means no limit."""
+    a user's reward. `processes`: limit on the processes that a reward starts. 0 means no limit. `code`: folder of
+    copies (`load_copies`), or empty."""
     start_guardian(socket_fd, processes)
     watch_lifeline()
     _print_to_stderr()
@@ -77,6 +78,7 @@ def main(socket_fd: int, memory: int, processes: int, functions: Sequence[Weight
             built_in = all(one.function in BUILT_IN for one in functions)
             if not built_in:
                 limit_memory(False, memory, took)
+            load_copies(Path(code) if code else None)
             program = load_program(functions[0].function) if functions[0].program else None
             rewards = load_rewards(functions) if program is None else []
             if built_in:
@@ -399,4 +401,5 @@ if __name__ == "__main__":
         memory=int(sys.argv[2]),
         processes=int(sys.argv[3]),
         functions=verifier_messages.open_functions(sys.argv[4]),
+        code=sys.argv[5],
     )

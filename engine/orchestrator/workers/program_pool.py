@@ -114,12 +114,12 @@ class ProgramPool:
     Every episode that begins ends with a response, with an error that is raised, or by `Episode.close`.
     """
 
-    def __init__(self, config: Config, log: Path | None = None) -> None:
-        """`log`: file for what the program prints."""
+    def __init__(self, config: Config, log: Path | None = None, code: Path | None = None) -> None:
+        """`log`: file for what the program prints. `code`: as for `VerifierPool`."""
         self.config = config
         function = WeightedFunction(config.rollout.program, program=True)
         self._workers = [
-            _ProgramWorker(VerifierProcess(f"program {index}", [function], config.reward, log))
+            _ProgramWorker(VerifierProcess(f"program {index}", [function], config.reward, log, code))
             for index in range(config.reward.workers)
         ]
         self._attempts = 0
@@ -172,8 +172,6 @@ class _Conversation:
     cut: bool = False
     """Whether a limit of the response ended it."""
     asked: TurnRequest | None = None
-    kept: bool = False
-    """Whether an instance has failed on the turn that is asked for."""
 
 
 class Episode:
@@ -295,13 +293,12 @@ class Episode:
         self._talk.mask += (b"\x01" if sampled else b"\x00") * len(token_ids)
 
     def add_turn(self, turn: PackedResponse) -> None:
-        """Add a turn that was sampled, and give it to the program. The response begins again instead if an instance
-        failed and another has other weights."""
+        """Add a turn that was sampled, and give it to the program. The response begins again instead if the turn is of
+        other weights than those before: new weights have come in between, or another instance has others."""
         assert self._talk.asked is not None, "`next_turn` comes first"
-        if self._talk.kept and self._talk.versions and turn.versions[:1] != ((0, self._talk.versions[-1][1]),):
+        if self._talk.versions and turn.versions[:1] != ((0, self._talk.versions[-1][1]),):
             self.repeat()
             return
-        self._talk.kept = False
         begun = len(self._talk.token_ids)
         for start, version in turn.versions:
             if not self._talk.versions:
@@ -377,7 +374,6 @@ class Episode:
     def wait_for_instance(self, keep: bool) -> None:
         """The instance failed on a turn, which another is asked for later. `keep`: the turns before may stay; else the
         response begins again."""
-        self._talk.kept = True
         if not keep:
             self.repeat()
 

@@ -134,7 +134,7 @@ def test_the_run_folder_keeps_the_code_and_a_setting_that_names_other_code_is_no
     config, folder = world
     record_inputs(config)
     (reward,) = folder.glob("code/reward-*")
-    assert [(file.name, file.read_text()) for file in reward.iterdir()] == [("my.py", REWARD)]
+    assert [(file.name, file.read_text()) for file in reward.rglob("*.py")] == [("my.py", REWARD)]
     exact = config.model_copy(update={"reward": config.reward.model_copy(update={"function": "exact"})})
     record_inputs(exact)
     assert read_run(folder).inputs["reward"]["hash"] == ""
@@ -145,12 +145,13 @@ def test_the_code_of_a_module_is_found_without_running_its_package(tmp_path, mon
     for name in ("mine/__init__.py", "mine/deep/__init__.py", "mine/deep/reward.py"):
         (tmp_path / name).write_text("raise RuntimeError('imported')")
     monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
-    assert find_code("mine.deep.reward:reward") == tmp_path / "mine/deep/reward.py"
-    assert find_code("mine.deep:reward") == tmp_path / "mine/deep/__init__.py"
-    assert find_code("nowhere.to.be.found:reward") is find_code(f"{tmp_path}/none.py:reward") is None
+    above = [tmp_path / "mine/deep/__init__.py", tmp_path / "mine/__init__.py"]
+    assert find_code("mine.deep.reward:reward") == [tmp_path / "mine/deep/reward.py", *above]
+    assert find_code("mine.deep:reward") == above
+    assert find_code("nowhere.to.be.found:reward") == find_code(f"{tmp_path}/none.py:reward") == []
     (tmp_path / "mine/__init__.py").unlink()
-    assert find_code("mine.deep.reward:reward") == tmp_path / "mine/deep/reward.py"
-    assert find_code("json:loads").name == "__init__.py"
+    assert find_code("mine.deep.reward:reward") == [tmp_path / "mine/deep/reward.py", above[0]]
+    assert [file.name for file in find_code("json:loads")] == ["__init__.py"]
 
 
 def test_the_code_of_a_package_that_is_installed_to_be_edited_is_found(tmp_path, monkeypatch):
@@ -164,4 +165,4 @@ def test_the_code_of_a_package_that_is_installed_to_be_edited_is_found(tmp_path,
         return spec_from_file_location(name, place / "__init__.py") if name == "edited" else None
 
     monkeypatch.setattr(sys, "meta_path", [*sys.meta_path, SimpleNamespace(find_spec=find_spec)])
-    assert find_code("edited.reward:reward") == place / "reward.py"
+    assert find_code("edited.reward:reward") == [place / "reward.py", place / "__init__.py"]

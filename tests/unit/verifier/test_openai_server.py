@@ -170,7 +170,11 @@ async def test_a_conversation_begins_once_and_what_is_no_request_changes_nothing
     wrong = {
         **{"max_tokens": [1], "stop": [5], "stream_options": 1, "chat_template_kwargs": ["x"], "tools": "add"},
         **{"n": True, "logprobs": 0, "stream": "false", "max_completion_tokens": True, "model": 1},
+        **{"function_call": {"name": "add"}, "tool_choice": "required", "parallel_tool_calls": False},
+        **{"ignore_eos": True, "min_tokens": 5, "guided_json": {}, "echo": True, "best_of": 2, "prompt_logprobs": 1},
+        **{"modalities": ["audio"], "continue_final_message": True, "add_generation_prompt": False, "an_unknown": 0},
     }
+    served = {"temperature": 0.1, "seed": 3, "user": "me", "n": 1, "tool_choice": "auto", "an_unknown": None}
     for said, refused in (([], [{key: value} for key, value in wrong.items()]), ([USER], [{}])):
         async with chat.openai() as (base_url, key):
             ask = connect(base_url, key).chat.completions.create
@@ -179,8 +183,39 @@ async def test_a_conversation_begins_once_and_what_is_no_request_changes_nothing
                 with pytest.raises(openai.BadRequestError, match=why):
                     await ask(model="", messages=[USER], extra_body=body)
             if not said:
-                await ask(model="", messages=[USER])
+                await ask(model="", messages=[USER], extra_body=served)
     assert len(orchestrator.appended) == 1
+
+
+OTHER = [{"type": "function", "function": {"name": "other"}}]
+
+
+@pytest.mark.parametrize(
+    ("begins", "goes_on", "refused"),
+    [
+        ({}, {"tools": TOOLS}, "other tools than before: .* write 'user.* as 'tools"),
+        ({"tools": TOOLS}, {"tools": OTHER}, "other tools than before"),
+        ({"tools": TOOLS}, {}, "other tools than before"),
+        ({"tools": TOOLS}, {"tools": TOOLS}, ""),
+        ({}, {"chat_template_kwargs": {"tools": TOOLS}}, "other tools than before"),
+        ({}, {"chat_template_kwargs": {"unused": 1}}, ""),
+    ],
+)
+async def test_what_the_model_was_never_shown_is_refused(connect, tokenizer, begins, goes_on, refused):
+    """The template writes tools before the turns, and what stands there can't change."""
+    chat, orchestrator = begin_chat(tokenizer, "<|im_start|>", [[*b"1"], [*b"2"], [*b"3"]])
+    said = [USER, {"role": "assistant", "content": "1"}, USER]
+    async with chat.openai() as (base_url, key):
+        ask = connect(base_url, key).chat.completions.create
+        await ask(model="", messages=[USER], extra_body=begins)
+        if refused:
+            with pytest.raises(openai.BadRequestError, match=refused):
+                await ask(model="", messages=said, extra_body=goes_on)
+            goes_on = begins  # a refused request has changed nothing
+        await ask(model="", messages=said, extra_body=goes_on)
+        await ask(model="", messages=[*said, {"role": "assistant", "content": "2"}, USER], extra_body=goes_on)
+    assert len(orchestrator.appended) == 3
+    assert tokenizer.hf.decode(orchestrator.appended[0]).count('"add"') == ("tools" in begins)
 
 
 async def test_a_request_that_is_sent_again_gets_the_same_turn(connect, tokenizer):

@@ -87,18 +87,22 @@ async def test_every_turn_continues_the_sampled_tokens_and_what_was_appended_is_
             assert score.metrics["calls"] == 1
 
 
-async def test_each_token_keeps_the_version_that_it_was_sampled_under(tmp_path, tiny_model, monkeypatch):
-    """New weights may come between two turns in modes "one_step_off" and "bounded"."""
+async def test_a_response_begins_again_when_new_weights_come_between_two_turns(tmp_path, tiny_model, monkeypatch):
+    """As they may in mode "bounded"."""
+    asked = []
     async with world(tmp_path, tiny_model, "doubling", group_size=1) as w:
 
-        def answer(*_):
-            w.instance.version += 1
+        def answer(conversation, seed):
+            asked.append(seed)
+            w.instance.version = min(len(asked), 2)
             return [5, 6]
 
         monkeypatch.setattr(scripted, "tokens_of", answer)
         await w.run(PROMPTS[:1])
     assert list(w.groups[0].responses[0].token_ids) == [5, 6, *b"[2]", 5, 6]
-    assert w.groups[0].responses[0].versions == ((0, 1), (5, 2))
+    assert w.groups[0].responses[0].versions == ((0, 2),)
+    assert asked[:2] == asked[2:]  # with the same seeds
+    assert len(asked) == 4
 
 
 async def test_a_program_of_one_turn_gives_the_responses_and_scores_of_no_program(tmp_path, tiny_model):

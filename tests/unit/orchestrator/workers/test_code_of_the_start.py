@@ -1,0 +1,129 @@
+"""A process that starts later scores, plays or trains with the code of the run's start."""
+
+import sys
+from dataclasses import replace
+
+import pytest
+
+from engine.config import Config
+from engine.errors import BadInput
+from engine.orchestrator.workers.program_pool import ProgramPool
+from engine.orchestrator.workers.verifier_pool import NO_TOKENIZER, VerifierPool
+from engine.run import user_code
+from engine.run.run_file import read_run
+from engine.run.run_inputs import keep_code, kept_code, record_inputs
+from engine.run.user_code import find_code
+from support.runs import config_of
+from support.verifier_calls import PROMPT, response
+
+FILES = {
+    "mine.py": """
+import time
+from pathlib import Path
+import helper
+from parts import deep as deeper
+
+def reward(prompt, responses):
+    import late
+    if prompt.answer == "slow":
+        time.sleep(60)
+    beside = float(Path(__file__).with_name("beside.txt").read_text())
+    return [1.0 + 10 * helper.VALUE + 100 * deeper.VALUE + 1000 * late.VALUE + 10000 * beside for _ in responses]
+""",
+    "helper.py": "VALUE = 1",
+    "parts/__init__.py": "from .inner import FACTOR",
+    "parts/deep.py": "from . import FACTOR\nVALUE = FACTOR",
+    "parts/inner.py": "FACTOR = 1",
+    "late.py": "VALUE = 1",
+    "beside.txt": "1",
+}
+
+
+@pytest.fixture
+def code(tmp_path):
+    folder = tmp_path / "mine"
+    for name, text in FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+@pytest.fixture
+def config(settings, tmp_path, tiny_model, code):
+    keys = {"model.path": str(tiny_model), "reward.function": f"{code}/mine.py:reward", "reward.timeout_s": 0.5}
+    return config_of(settings | keys | {"reward.workers": 1})
+
+
+async def score(pool, answer="2"):
+    [found] = await pool.score(replace(PROMPT, answer=answer), [response()])
+    return found.value
+
+
+async def test_a_reward_that_is_edited_in_the_middle_of_a_run_scores_by_the_copy(config, code):
+    """A call that times out ends its process, and the next one loads the reward again. Files that are no code are read
+    where they lie."""
+    record_inputs(config)
+    async with VerifierPool(config.reward, code=kept_code(config.folder, "reward")) as pool:
+        assert await score(pool) == 11111
+        for name, text in FILES.items():
+            (code / name).write_text(text.replace("1", "5"))
+        assert await score(pool, "slow") == 0  # its process is replaced
+        assert await score(pool) == 51111
+
+
+@pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".py")])
+def test_each_file_that_the_reward_imports_belongs_to_its_identity(config, code, name):
+    record_inputs(config)
+    before = read_run(config.folder).inputs["reward"]
+    assert {file.name for file in kept_code(config.folder, "reward").rglob("*.py")} == {
+        name.rpartition("/")[2] for name in FILES if name.endswith(".py")
+    }
+    (code / name).write_text(FILES[name] + "\n# edited")
+    record_inputs(config)  # no checkpoint: the run begins again
+    after = read_run(config.folder).inputs["reward"]
+    assert after["hash"] != before["hash"]
+    assert after["named"] == before["named"]
+
+
+async def test_a_program_of_a_later_process_is_that_of_the_start(code, tmp_path):
+    (code / "play.py").write_text("import helper\n\nasync def play(prompt, chat):\n    return helper.VALUE\n")
+    config = Config(rollout={"program": f"{code}/play.py:play"}, reward={"workers": 1})
+    copies = keep_code(tmp_path / "run", config, "reward")
+    (code / "play.py").write_text("syntax error")
+    pool = ProgramPool(config, code=copies)
+    try:
+        await pool.start(NO_TOKENIZER)
+    finally:
+        pool.close()
+
+
+def test_a_rank_loads_the_loss_of_the_start(settings, tmp_path, code, monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+    config = config_of(settings | {"algorithm.advantage": f"{code}/own.py:advantage"})
+    (code / "own.py").write_text("from helper import VALUE\n\ndef advantage(rewards, lengths):\n    return VALUE\n")
+    copies = keep_code(tmp_path / "run", config, "algorithms")
+    (code / "own.py").write_text("def advantage(rewards, lengths):\n    return 5\n")
+    (code / "helper.py").write_text("VALUE = 5")
+    user_code.load_copies(copies)
+    own, file = user_code.load_function("algorithm.advantage", config.algorithm.advantage, "", "")
+    assert own(None, None) == 1
+    assert file == str(code / "own.py")
+    (code / "other.py").write_text("def advantage(rewards, lengths):\n    return 5\n")
+    with pytest.raises(BadInput, match=r"no such file: .*other\.py, as a copy in "):
+        user_code.load_function("algorithm.advantage", f"{code}/other.py:advantage", "", "")
+
+
+def test_installed_packages_are_no_code_of_ones_own(tmp_path):
+    (tmp_path / "own.py").write_text("import json, numpy, engine.types, missing\nfrom . import gone\n")
+    assert find_code(f"{tmp_path}/own.py:reward") == [tmp_path / "own.py"]
+    (tmp_path / "own.py").write_text("def broken(")
+    assert find_code(f"{tmp_path}/own.py:reward") == [tmp_path / "own.py"]
+
+
+def test_two_files_of_one_name_have_two_copies(settings, tmp_path):
+    for name in "ab":
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "own.py").write_text(f"def {name}(prompt, responses): return [1.0]")
+    functions = [{"function": f"{tmp_path}/{name}/own.py:{name}"} for name in "ab"]
+    copies = keep_code(tmp_path / "run", Config(reward={"functions": functions}), "reward")
+    assert sorted(file.read_text()[4] for file in copies.rglob("own.py")) == ["a", "b"]
