@@ -32,6 +32,16 @@ def test_device_on_a_cpu():
 
 
 @pytest.mark.nightly
+def test_one_device_on_a_cpu():
+    found = figures("one_device", "--device", "cpu", "--steps", "2", "--minutes", "4")
+    assert found["run"]["responses"] == found["embedded"]["responses"] == 32
+    assert (found["run"]["steps"], found["embedded"]["steps"]) == (2, 1)
+    assert found["run"]["tokens_per_s_per_device"] > 0
+    assert found["micro_step"]["compared"] > 0
+    assert [part["status"] for part in found["doctor"]["parts"]] == ["ok", "ok"]
+
+
+@pytest.mark.nightly
 def test_shared_prompt():
     found = figures("shared_prompt", *SMALL, "--points", "64,8,4")
     (point,) = found["points"]
