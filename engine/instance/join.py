@@ -18,6 +18,7 @@ import msgspec
 
 from engine.config import Config
 from engine.errors import BadInput, DeadlineError, ProcessDied
+from engine.model.shape import content_hash
 from engine.run.commands import instance_command
 from engine.run.instance_process import InstanceProcess
 from engine.run.limits import loading_s
@@ -125,9 +126,12 @@ async def _serve(
         command += ["--text", text, f"--policy-version={weight_version(model)}"] if text else []
         child = Child(name, command, None, env | ({VARIABLE: token} if address else {}))
         limit_s = max(config.rollout.timeout_s, loading_s(model))
-        orchestrator = (
-            _OrchestratorClient(config=config, address=address, name=name, token=token, say=say) if address else None
-        )
+        orchestrator = None
+        if address:
+            weights = await asyncio.to_thread(content_hash, model)  # the instance loads the files at the same time
+            orchestrator = _OrchestratorClient(
+                config=config, address=address, name=name, token=token, weights=weights, say=say
+            )
         try:
             return await _serve_child(
                 child=child, port_file=port_file, limit_s=limit_s, asked=asked, orchestrator=orchestrator
@@ -183,10 +187,11 @@ async def _unless(asked: asyncio.Event, work: Any) -> Any:  # noqa: ANN401
 class _OrchestratorClient:
     """Calls the orchestrator of the run."""
 
-    def __init__(self, config: Config, address: str, name: str, token: str, say: Say) -> None:
-        """`token`: the instance's."""
+    def __init__(self, config: Config, address: str, name: str, token: str, weights: str, say: Say) -> None:
+        """`token`: the instance's. `weights`: as in `Join`."""
         self._rollout = config.rollout
         self._token = token
+        self._weights = weights
         self._address = address
         self._name = name
         self._url = ""
@@ -224,6 +229,7 @@ class _OrchestratorClient:
             url=self._url,
             again=bool(self._state),
             token=self._token,
+            weights=self._weights,
         )
         answer = await self._call(join)
         if not self._met and not self._told:

@@ -221,14 +221,24 @@ def _check_sizes(path: Path, shape: ModelShape) -> ModelShape:
 
 
 def content_hash(folder: Path) -> str:
-    """Return a hash (hex) over config.json and the weights of a model folder. It identifies a base model or a
-    reference."""
+    """Return a hash (hex) over config.json and the weights of a model folder, which identifies the model: SHA-256 of
+    each file's name and of its SHA-256, in the order of the names."""
     digest = hashlib.sha256()
     for path in sorted([folder / "config.json", *folder.glob("*.safetensors")]):
         digest.update(path.name.encode())
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, "sha256").digest())
     return digest.hexdigest()
+
+
+def check_content(folder: Path, content: str) -> None:
+    """Raise BadInput unless the model folder still has this hash. Call it before a process is started again that loads
+    the folder."""
+    if content_hash(folder) != content:
+        raise BadInput(
+            f"{folder}: the weights or the config.json changed since they were loaded first, and a process that has "
+            "ended would load others now; put them back as they were"
+        )
 
 
 def end_of_sequence_ids(model: Path) -> frozenset[int]:

@@ -6,16 +6,19 @@ import asyncio
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 
 from engine.config import Config
 from engine.config.stages import REFERENCE_STAGE
-from engine.errors import ProcessDied
+from engine.errors import BadInput, ProcessDied
+from engine.model.shape import check_content
 from engine.orchestrator.plane import Plane
 from engine.orchestrator.server import Server
 from engine.orchestrator.stages import scorer_log
 from engine.run.commands import scorer_command, scorer_environment
 from engine.run.folder import RunFolder
 from engine.run.process import Child
+from engine.run.run_file import read_run
 
 END_S = 5.0
 """Seconds that the agent (engine.trainer.ranks.agent) may take to end its ranks before it is killed."""
@@ -24,11 +27,13 @@ END_S = 5.0
 class ScorerProcess:
     """The elastic agent of a stage's ranks. What the ranks held when they ended is given to their successors."""
 
-    def __init__(self, stage: str, restarts: int, start: Callable[[], Child]) -> None:
-        """`restarts`: how often the ranks are restarted without progress in between before the run fails."""
+    def __init__(self, stage: str, restarts: int, start: Callable[[], Child], check: Callable[[], None]) -> None:
+        """`restarts`: how often the ranks are restarted without progress in between before the run fails. `check`:
+        raises BadInput if new ranks would load another model."""
         self.stage = stage
         self._restarts = restarts
         self._start = start
+        self._check = check
         self.child = start()
         self._failures = 0
         """Number of times in a row that the ranks ended without progress in between."""
@@ -57,6 +62,11 @@ class ScorerProcess:
                 )
             )
             return
+        try:
+            await asyncio.to_thread(self._check)
+        except BadInput as changed:
+            await plane.stop_run(BadInput(f"the stage {self.stage!r} is not started again: {changed}"))
+            return
         plane.leases.give_again(self.stage)
         self.child = self._start()
 
@@ -66,7 +76,9 @@ def start_scorers(config: Config, folder: RunFolder, server: Server) -> list[Sco
     if (stage := config.reference_stage) is None:
         return []
     start = partial(_start, config=config, folder=folder, server=server, stage=REFERENCE_STAGE)
-    return [ScorerProcess(REFERENCE_STAGE, stage.restarts, start)]
+    weights = read_run(folder.path).inputs["weights"]["hash"]
+    check = partial(check_content, Path(config.model.path), weights)
+    return [ScorerProcess(REFERENCE_STAGE, stage.restarts, start, check)]
 
 
 def _start(config: Config, folder: RunFolder, server: Server, stage: str) -> Child:

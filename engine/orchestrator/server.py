@@ -260,8 +260,8 @@ class Server:
     # instances ------------------------------------------------------------------------------------
 
     async def _join(self, request: web.Request) -> web.Response:
-        """Answer {"protocol", "name", "url"}: add the instance to the pool unless it is already there. With "again":
-        true, answer 410 if it was asked to leave."""
+        """Answer {"protocol", "name", "url", "weights"}: add the instance to the pool unless it is already there. With
+        "again": true, answer 410 if it was asked to leave."""
         body = await _object(request)
         _check_protocol(body)
         name = _name(body)
@@ -278,6 +278,8 @@ class Server:
             return _error(503, f"the run is ending: {pool.failure}")
         if (name, url) in pool.refused:
             raise BadInput(pool.refused[name, url])
+        if pool.weights and body.get("weights") != pool.weights:
+            raise BadInput(f"{name} does not hold the weights that are evaluated: start it with a copy of their folder")
         if again and name in self._left:
             return _error(410, f"{name} was asked to leave")
         known = pool.find_instance(name)

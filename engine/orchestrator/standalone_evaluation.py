@@ -1,7 +1,7 @@
 """Evaluates a model on benchmarks outside a run, with its own rollout instances.
 
-No trainer sends weights: the instances load them from disk, and one that joins proves that it holds them before any of
-its responses counts.
+No trainer sends weights: the instances load them from disk. One that joins has loaded a folder of the same content, and
+proves that it computes with it before any of its responses counts.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.config import Config
-from engine.errors import BadInput, DeadlineError, WeightSyncError, counted
+from engine.errors import DeadlineError, WeightSyncError, counted
 from engine.evaluation.benchmarks import (
     Benchmark,
     EncodedBenchmark,
@@ -24,6 +24,7 @@ from engine.evaluation.benchmarks import (
 )
 from engine.evaluation.results import Subject, record_evaluation
 from engine.evaluation.tables import kind_of_average
+from engine.model.shape import content_hash
 from engine.orchestrator.pool.instance import Instance
 from engine.orchestrator.pool.pool import Pool
 from engine.orchestrator.producer import sample_groups
@@ -140,9 +141,10 @@ async def _evaluate(
         ) as service,
         AsyncExitStack() as stack,
     ):
+        service.pool.weights = await asyncio.to_thread(content_hash, model)
         encoded = encode_benchmarks(config, benchmarks, service.tokenizer)
         if meeting is not None:
-            if (proof := _proof_of_weights(config, model, service, encoded)) is not None:
+            if (proof := _proof_of_weights(config, service, encoded)) is not None:
                 service.pool.check_arrivals(proof.check)
             server = Server(config)
             server.serve_pool(service.pool)
@@ -181,7 +183,7 @@ async def _evaluate(
 
 
 def _proof_of_weights(
-    config: Config, model: Path, service: RolloutService, benchmarks: Sequence[EncodedBenchmark]
+    config: Config, service: RolloutService, benchmarks: Sequence[EncodedBenchmark]
 ) -> EvaluatedWeights | None:
     """How instances that join prove their weights; None without weights.check_tokens."""
     probe = make_probe(
@@ -191,27 +193,23 @@ def _proof_of_weights(
         dtype=config.model.dtype,
         text=(token for one in benchmarks for prompt in one.prompts for token in prompt.token_ids),
     )
-    return None if probe is None else EvaluatedWeights(service.pool, probe, model)
+    return None if probe is None else EvaluatedWeights(service.pool, probe)
 
 
 class EvaluatedWeights:
-    """Compares each instance that joins with the evaluated model: with an instance that the evaluation started from its
-    folder, or without one with transformers, on this machine. The pool calls `check`."""
+    """Compares each instance that joins with one that the evaluation started, or without any with the first one that
+    joined. The pool calls `check`."""
 
     version = 0
     """Instances name the weights that they were started from so."""
 
-    def __init__(self, pool: Pool, probe: Probe, model: Path) -> None:
-        """`model`: the evaluated Hugging Face folder."""
+    def __init__(self, pool: Pool, probe: Probe) -> None:
         self._pool = pool
         self._probe = probe
-        self._model = model
         self._calls = UpdateCalls(probe, pool.config.rollout.timeout_s)
         self._asking = asyncio.Lock()
-        self._proven: Sequence[float] | None = None
-        """Log-probabilities of the probe by an instance that holds the weights; None before there is one."""
-        self._computed: Sequence[float] | None = None
-        """The same by transformers; None if it was not asked."""
+        self._expected: Sequence[float] = ()
+        """Log-probabilities of the probe by the instance that others are compared with; empty before there is one."""
 
     async def check(self, instance: Instance) -> None:
         """Have an instance serve the weights that it was started from, and compare its log-probabilities of the probe.
@@ -219,36 +217,26 @@ class EvaluatedWeights:
         if instance.declared is None:
             await self._calls.restore_base(instance, PROOF)
             found = await self._calls.ask_probe(instance, self._probe, PROOF)
-            await self._compare(instance, found)
+            async with self._asking:
+                self._expected = self._expected or await self._find_expected(found)
+            self._compare(instance, found)
         instance.record_version(self.version)
 
-    async def _compare(self, instance: Instance, found: Sequence[float]) -> None:
-        async with self._asking:
-            await self._find_expected()
-        # instances of one engine differ by less than an instance and transformers
-        noise = None if self._proven is None else LEAST[self._probe.dtype]
-        expected = self._computed if self._proven is None else self._proven
-        assert expected is not None, "`_find_expected` has found one"
-        apart = self._probe.difference(expected, found)
-        limit = self._probe.limit(noise)
+    def _compare(self, instance: Instance, found: Sequence[float]) -> None:
+        apart = self._probe.difference(self._expected, found)
+        limit = self._probe.limit(LEAST[self._probe.dtype])
         if not apart <= limit:
             why = (
-                f"{instance.name} does not hold the weights of {self._model}: its log-probabilities of {len(expected)} "
-                f"fixed tokens differ from the model's, {self._probe.which} difference {apart:.3g}, limit {limit:.3g}; "
-                "start it with a copy of this folder"
+                f"{instance.name} does not compute with the weights that are evaluated: its log-probabilities of "
+                f"{len(found)} fixed tokens differ from another instance's, {self._probe.which} difference "
+                f"{apart:.3g}, limit {limit:.3g}"
             )
             self._pool.refused[instance.name, instance.client.url] = why
             raise WeightSyncError(why)
-        self._proven = self._proven or found
 
-    async def _find_expected(self) -> None:
-        if self._proven is not None or self._computed is not None:
-            return
+    async def _find_expected(self, first: Sequence[float]) -> Sequence[float]:
         if not self._pool.config.rollout.instances:
-            self._computed = await asyncio.to_thread(
-                compute_logprobs, self._model, self._pool.config.model.dtype, self._probe.token_ids
-            )
-            return
+            return first
         try:
             async with asyncio.timeout(self._pool.config.rollout.timeout_s):
                 own = await self._pool.wait_for(
@@ -258,29 +246,4 @@ class EvaluatedWeights:
             raise DeadlineError(
                 "no instance of the evaluation's own serves, with which one that joins is compared"
             ) from None
-        self._proven = await self._calls.ask_probe(own, self._probe, PROOF)
-
-
-def compute_logprobs(model: Path, dtype: str, token_ids: Sequence[int]) -> list[float]:
-    """Return the log-probability of each token after the first, by transformers on the CPU.
-
-    Raises BadInput if this machine's memory does not hold the model.
-    """
-    import psutil
-    import torch
-    from transformers import AutoModelForCausalLM
-    from transformers.utils.logging import disable_progress_bar
-
-    disable_progress_bar()
-
-    size = sum(file.stat().st_size for file in model.glob("*.safetensors"))
-    if size > (free := psutil.virtual_memory().available):
-        raise BadInput(
-            f"{model} ({size / 2**30:,.1f} GiB) does not fit into this machine's memory ({free / 2**30:,.1f} GiB are "
-            "free), so instances that join can't be compared with it: set rollout.instances to 1 or more"
-        )
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), local_files_only=True).eval()
-    ids = torch.tensor([list(token_ids)])
-    with torch.no_grad():
-        logits = loaded(ids).logits[0, :-1].float()
-    return list(logits.log_softmax(-1).gather(1, ids[0, 1:, None])[:, 0].tolist())
+        return await self._calls.ask_probe(own, self._probe, PROOF)

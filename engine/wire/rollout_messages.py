@@ -336,6 +336,8 @@ class Join(InstanceRequest[PoolState], kw_only=True):
     """Whether the instance was in the pool before."""
     token: str = ""
     """Access token that the instance requires; empty: the one with which it joins."""
+    weights: str = ""
+    """The hash of the folder from which it was started (engine.model.shape.content_hash), which evaluations compare."""
 
 
 class Leave(InstanceRequest[PoolState]):

@@ -90,7 +90,7 @@ class HealthMonitor:
         await asyncio.to_thread(declared.child.stop, 0.0)
         while wanted and declared.may_restart(rollout.restarts):
             await asyncio.sleep(BACKOFF_S * 2**declared.faults)
-            self._pool.processes.restart(declared)
+            await self._pool.restart(declared)
             try:
                 address = await declared.serves(self._pool.start_s)
             except MetronomeError as error:

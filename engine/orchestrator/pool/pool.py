@@ -21,6 +21,7 @@ import aiohttp
 
 from engine.config import Config
 from engine.errors import BadInput, MetronomeError, ProcessDied, counted
+from engine.model.shape import check_content
 from engine.orchestrator.pool.instance import FAILURES, SILENCES, WORKING, Instance, Place, soonest_instance
 from engine.orchestrator.pool.instance_client import Abandoned, BrokenReply, InstanceClient
 from engine.orchestrator.run_events import RunEvents
@@ -122,6 +123,9 @@ class Pool:
         """Seconds that the start of an instance may take."""
         self.synced = synced
         self._check: Check | None = None
+        self._model = model
+        self.weights = ""
+        """In an evaluation: the `content_hash` of the model, which instances that join or start again must have."""
         self.failure: MetronomeError | None = None
         """Why the pool gave up, which it does when no instance has lived for longer than `patience`; else None."""
         self.needed = needed
@@ -183,10 +187,16 @@ class Pool:
                 if not one.child.was_killed or not one.may_restart(rollout.restarts):
                     return error
                 self._say("fails", f"{one.name} is being restarted: {error}")
-                self.processes.restart(one)
+                await self.restart(one)
             else:
                 self.enter(one.name, http_url(*address), one)
                 return None
+
+    async def restart(self, one: InstanceProcess) -> None:
+        """Restart the process of an instance. Raises BadInput if it would load another model than it did."""
+        if self.weights:
+            await asyncio.to_thread(check_content, self._model, self.weights)
+        self.processes.restart(one)
 
     def enter(self, name: str, url: str, declared: InstanceProcess | None = None, token: str = "") -> Instance:
         """Add an instance that answers under `url`. It serves once it holds the current weights. `token`: the access

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from engine.errors import ServiceConflict
+from engine.errors import BadInput, ServiceConflict
 from engine.orchestrator import leases, scorer_process
 from engine.orchestrator.leases import Leases
 from engine.orchestrator.run_state import RunState
@@ -94,12 +94,31 @@ def started():
 
 
 @pytest.fixture
-def scorer(started):
+def changed():
+    """Why the ranks may not be started again."""
+    return []
+
+
+@pytest.fixture
+def scorer(started, changed):
     def start():
         started.append(FakeChild())
         return started[-1]
 
-    return ScorerProcess(STAGE, 2, start)
+    def check():
+        if changed:
+            raise BadInput(changed[0])
+
+    return ScorerProcess(STAGE, 2, start, check)
+
+
+async def test_ranks_that_would_load_other_weights_are_not_started(scorer, started, changed, plane):
+    changed.append("its weights changed")
+    started[0].alive = False
+    await scorer.check_ranks(plane)
+    assert len(started) == 1
+    assert str(plane.failure) == f"the stage '{STAGE}' is not started again: its weights changed"
+    assert isinstance(plane.failure, BadInput)
 
 
 async def test_what_dead_ranks_held_is_given_to_the_next_ones_at_once(scorer, started, plane, table, clock):

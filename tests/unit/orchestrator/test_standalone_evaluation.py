@@ -1,17 +1,17 @@
 """Evaluation on instances that others start, with a real registry and verifier and a scripted instance that joins."""
 
 import asyncio
+import shutil
 
 import aiohttp
 import pytest
 
 from engine.config import Config
-from engine.data.tokenizer import Tokenizer
-from engine.errors import ProcessDied
-from engine.evaluation.benchmarks import encode_benchmarks, read_benchmarks
-from engine.orchestrator.publish.probe import make_probe
+from engine.errors import BadInput, ProcessDied
+from engine.model.shape import content_hash
+from engine.orchestrator.pool.pool import Pool
 from engine.orchestrator.run_events import RunEvents
-from engine.orchestrator.standalone_evaluation import EvaluationProgress, compute_logprobs, evaluate_model
+from engine.orchestrator.standalone_evaluation import EvaluationProgress, evaluate_model
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.run.progress import Progress
@@ -21,6 +21,8 @@ from engine.wire.rollout_messages import ROLLOUT_PROTOCOL
 from support.scripted import Scripted, until
 
 PLACES = 8
+PROBED = 16
+"""weights.check_tokens"""
 
 
 @pytest.fixture
@@ -45,54 +47,54 @@ def world(tmp_path, tiny_model, problems):
     return config, folder, meeting
 
 
-async def joined(address, session, name, url, status=200):
+async def joined(address, session, name, url, model, status=200):
+    """The reply to an instance that was started from the folder `model`."""
     await until(lambda: address.exists() and address.read_text(), "the address")
-    body = {"protocol": ROLLOUT_PROTOCOL, "name": name, "url": url}
+    body = {"protocol": ROLLOUT_PROTOCOL, "name": name, "url": url, "weights": content_hash(model)}
     right = authorization_headers((address.parent / TOKEN_FILE).read_text())
     async with session.post(f"http://{address.read_text().strip()}/join", json=body, headers=right) as answer:
         assert answer.status == status
         return await answer.text()
 
 
-async def test_ones_that_join_evaluate_once_they_have_proved_their_weights_and_none_is_started(world, tiny_model):
-    """`stale` has other weights, `other` those of a training that is over: it gets its own back, which are right."""
+async def test_ones_that_join_evaluate_once_they_have_proved_their_weights_and_none_is_started(
+    world, tiny_model, tmp_path
+):
+    """`stale` has other weights, `broken` computes with others than it has loaded, `other` holds those of a training
+    that is over: it gets its own back, which are right."""
     config, folder, meeting = world
-    encoded = encode_benchmarks(config, read_benchmarks(config), Tokenizer(tiny_model))
-    text = [token for prompt in encoded[0].prompts for token in prompt.token_ids]
-    probe = make_probe(
-        vocabulary=Tokenizer(tiny_model).vocabulary(),
-        count=config.weights.check_tokens,
-        max_context=config.rollout.max_context,
-        dtype="float32",
-        text=text,
-    )
-    right = compute_logprobs(tiny_model, "float32", probe.token_ids)
+    right = [-1.0] * (PROBED - 1)
     good = Scripted()
-    stale = Scripted()
+    broken = Scripted()
     other = Scripted(version=7)
     good.probed = other.probed = right
-    stale.probed = [*right[:-1], right[-1] - 0.02]
-    good.delay_s = other.delay_s = 0.2
+    broken.probed = [*right[:-1], right[-1] - 0.02]
+    good.delay_s = other.delay_s = 0.4
+    changed = shutil.copytree(tiny_model, tmp_path / "changed")
+    changed.joinpath("config.json").write_text(changed.joinpath("config.json").read_text() + " ")
     address = meeting / ADDRESS_FILE
     told = []
     progress = EvaluationProgress(notices=RunEvents(lambda kind, text: told.append(text)))
     async with (
-        stale.serving() as stale_url,
+        broken.serving() as broken_url,
         good.serving() as url,
         other.serving() as other_url,
         aiohttp.ClientSession() as session,
     ):
         work = asyncio.create_task(asyncio.to_thread(evaluate_model, config, tiny_model, 3, folder, meeting, progress))
-        await joined(address, session, "stale", stale_url)
-        await until(lambda: any("stale gets no prompts" in text for text in told), "the refusal")
-        assert "does not hold the weights" in await joined(address, session, "stale", stale_url, status=400)
-        await joined(address, session, "guest", url)
+        refused = await joined(address, session, "stale", broken_url, changed, status=400)
+        assert "stale does not hold the weights that are evaluated" in refused
+        await joined(address, session, "guest", url, tiny_model)
         await until(lambda: good.most == PLACES, "as many responses in flight as a training step has")
-        await joined(address, session, "other", other_url)
+        await joined(address, session, "broken", broken_url, tiny_model)
+        await joined(address, session, "other", other_url, tiny_model)
+        await until(lambda: any("broken gets no prompts" in text for text in told), "the refusal")
+        again = await joined(address, session, "broken", broken_url, tiny_model, status=400)
+        assert "does not compute with the weights" in again
         [row] = await work
     assert (row["weight_version"], row["problems"], len(good.seeds) + len(other.seeds)) == (3, 6, 12)
-    assert not stale.seeds
-    assert f"stale does not hold the weights of {tiny_model}: its log-probabilities of 15" in "".join(told)
+    assert not broken.seeds
+    assert "its log-probabilities of 15 fixed tokens differ from another instance's" in "".join(told)
     assert (other.version, other.updates) == (
         0,
         ["/begin_weight_update", "/update_weights"],
@@ -109,6 +111,22 @@ def test_none_that_joins_is_said_within_its_deadline(world, tiny_model):
     hasty = config.model_copy(update={"rollout": config.rollout.model_copy(update={"wait_s": 0.1, "timeout_s": 0.3})})
     with pytest.raises(ProcessDied, match=r"waited 0\.3 s for the first \(rollout\.timeout_s\); none has joined"):
         evaluate_model(config=hasty, model=tiny_model, weight_version=0, folder=folder, meeting=meeting)
+
+
+async def test_an_instance_of_an_evaluation_is_not_started_again_from_a_folder_that_has_changed(
+    world, tiny_model, tmp_path
+):
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    pool = Pool(world[0], model, tmp_path)
+    pool.weights = content_hash(model)
+    again = []
+    pool.processes.restart = again.append
+    await pool.restart("instance-0")
+    (weights,) = model.glob("*.safetensors")
+    weights.write_bytes(weights.read_bytes()[:-1] + b"\1")
+    with pytest.raises(BadInput, match=f"{model}: the weights or the config.json changed since"):
+        await pool.restart("instance-0")
+    assert again == ["instance-0"]
 
 
 def test_how_far_an_evaluation_is():
