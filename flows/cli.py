@@ -84,8 +84,8 @@ def run(
             f"metronome run RECIPE.toml --resume --set run.name={config.run.name}"
         )
     interruption.note_run(config, "run")
-    check_inputs(config)
     check_address(config)
+    check_inputs(config, evaluates=True)
     with local_server(Path(config.run.output)) as wait_for_server:
         with show_progress("start", since_now("starting Prefect")):
             from flows.pipeline import pipeline  # takes seconds, during which the server starts
@@ -102,15 +102,18 @@ def _print_plan(config: Config) -> None:
     cannot run, and for a reward or a program of the user's that can't be loaded or, if the model is here, a text in
     `rollout.stop` that is no token of it."""
     from engine.data.tokenizer import Tokenizer
-    from engine.tools.dry_run import plan_run, plan_sections
-    from tasks.stages.input_checks import check_reward
+    from engine.tools.dry_run import has_device, plan_run, plan_sections
+    from tasks.stages.input_checks import check_machine, check_reward
 
     if config.rollout.program or any(":" in one.function for one in config.reward.named):
         check_reward(config)
     model = find_file(config.model.path)
     if config.rollout.stop and model.is_dir():
         Tokenizer(model, config.rollout.stop)
-    for title, rows in plan_sections(plan_run(config)).items():
+    made = plan_run(config)
+    if has_device(config):
+        check_machine(config)
+    for title, rows in plan_sections(made).items():
         console.print_table(title, rows)
     console.print_page("\nNothing was started. Memory is computed, not measured: docs/hardware.md says what it covers.")
 
@@ -174,6 +177,8 @@ def train(
     check_run_folder(config, resume)
     if replay is not None and not replay.is_file():
         raise BadInput(f"--replay {replay}: no such file; a run with train.record = true writes record.msgpack")
+    if replay is None:
+        check_address(config)
     config, data = check_inputs(config, sampling=replay is None)
     if data is not None:
         console.say("prepare data", describe_report(report_data(data)))
@@ -182,9 +187,7 @@ def train(
         config = check_resume(config)
     interruption.note_run(config, "train")
     config = with_model_folder(config)
-    if replay is None:
-        check_address(config)
-    else:
+    if replay is not None:
         record.check_record(replay, config)
     check_store(config, trains=True)
     train_here(config, resume=resume, replay=replay, recipe=found.recipe, data=data)
@@ -212,7 +215,7 @@ def evaluate(
     given = [f"model.path={model_folder(policy_folder(model, overrides))[0]}"] if model else []
     given += [f"evaluate.benchmark={benchmark}"] if benchmark else []
     config = load_config(_named(recipe), [*overrides, *given])
-    config = with_model_folder(check_inputs(config, training=False)[0])
+    config = with_model_folder(check_inputs(config, training=False, evaluates=True)[0])
     evaluate_here(config)
 
 

@@ -51,7 +51,7 @@ def evaluate(
             config = model_folder(
                 read_settled_config(configured(recipe, settings, [*overrides, *given])), recipe, model
             )
-            config = with_model_folder(check_inputs(config, training=False)[0])
+            config = with_model_folder(check_inputs(config, training=False, evaluates=not on_rollout_pool)[0])
             folder = RunFolder(config.folder)
             chosen = Path(config.model.path)
             check_store(config)

@@ -25,7 +25,7 @@ def init(
         int, typer.Option(min=0, help="longest response in tokens (default: 256 on a CPU, 2048 on accelerators)")
     ] = 0,
     memory_gib: Annotated[
-        float, typer.Option(min=0, help="memory of an accelerator (default: 64 of an NPU, 80 of a CUDA device)")
+        float, typer.Option(min=0, help="memory of an accelerator (default: 60.9 of an NPU, 79.1 of a CUDA device)")
     ] = 0.0,
 ) -> None:
     """Write a commented recipe that the dry run accepts. Asks for model, data, reward and devices that no option

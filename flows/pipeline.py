@@ -58,8 +58,10 @@ def opened(
     continue_from: ContinueFrom,
     resume: bool,
     pool_instances: int = 0,
+    evaluates: bool = False,
 ) -> Iterator[EnteredRun]:
-    """During the body, the run folder is locked, the devices are held and the run is tracked in MLflow.
+    """During the body, the run folder is locked, the devices are held and the run is tracked in MLflow. `evaluates`:
+    whether the run has evaluations of their own instances.
 
     Raises BadInput before anything slow starts.
     """
@@ -78,12 +80,13 @@ def opened(
             check_run_folder(config, resume)
             if not resume:
                 given.tell(config, recipe)
-        config, _ = check_inputs(config)
+        if not again:
+            check_address(config)
+        config, _ = check_inputs(config, evaluates=evaluates and not pool_instances)
         if resume and not again:
             found.tell()
             config = check_resume(config)
         if not again:
-            check_address(config)
             check_store(config, trains=True)
     with (
         enter_flow(config, begun, resume) as finished,
@@ -225,6 +228,7 @@ def pipeline(
             continue_from=continue_from,
             resume=resume,
             pool_instances=on_rollout_pool,
+            evaluates=True,
         ),
         _outcome,
     )

@@ -153,7 +153,8 @@ class Rollout(Table):
     longer to load (100 MiB/s)."""
     listen: str = "127.0.0.1:0"
     """Address host:port of the run's server: instances join there, stages and programs outside ask there, and it serves
-    /status and /metrics. Port 0 takes a free port. An address other than loopback needs METRONOME_TOKEN to be set."""
+    /status and /metrics. Port 0 takes a free port. The host "auto" is this machine's address on the default route. An
+    address other than loopback needs METRONOME_TOKEN to be set. Instances on other nodes need one."""
 
     @property
     def seeded(self) -> bool:

@@ -467,11 +467,6 @@ def _check_vllm(config: Tree) -> None:
 
 
 def _check_cluster(config: Tree) -> None:
-    if config.parallel.rendezvous == "auto" and config.cluster.engine != "ray":
-        raise ValueError(
-            'parallel.rendezvous = "auto" needs cluster.engine = "ray"; without it give host:port of the first '
-            "training node"
-        )
     least = config.cluster.least_nodes
     if config.cluster.engine == "ray" and least > config.parallel.nodes:
         raise ValueError(f"cluster.least_nodes ({least}) is more than parallel.nodes ({config.parallel.nodes})")

@@ -272,8 +272,9 @@ class Parallel(Table):
     (docs/operate.md)."""
     rendezvous: str = ""
     """Address host:port on the orchestrator's node at which the nodes meet; at the port after it the ranks reach the
-    orchestrator, over TLS. Needed with nodes above 1, else empty. With cluster.engine = "ray" it may be "auto"; an
-    address that this machine does not have, or that is in use, is replaced, as with `rollout.listen`."""
+    orchestrator, over TLS. The host "auto" is this machine's own address, as with `rollout.listen`. Needed with nodes
+    above 1, else empty. With cluster.engine = "ray" an address that this machine does not have, or that is in use, is
+    replaced, as with `rollout.listen`."""
     sequence: bool = False
     """Share the norms' work and activations among the tensor ranks, too (sequence parallelism). Needs tensor above 1.
     Off by default, because it is slower on a CPU."""
@@ -305,7 +306,7 @@ class Parallel(Table):
         if (self.nodes > 1) != bool(self.rendezvous):
             raise ValueError(
                 'parallel.nodes above 1 needs parallel.rendezvous = "host:port" (an address of the orchestrator\'s '
-                'node; "auto" with cluster.engine = "ray"); one node needs none'
+                'node, such as "auto:29500"); one node needs none'
             )
         if self.sequence and self.tensor == 1:
             raise ValueError(
@@ -341,8 +342,9 @@ class Platform(Table):
     devices_per_node: PositiveInt = 8
     """Number of accelerators of one node. `run.dry` reads it, and it decides how many instances a node of the rollout
     pool takes. 8 is usual; 16 for Atlas A3."""
-    memory_gib: PositiveFloat = 64.0
-    """Memory of one accelerator in GiB, read by `run.dry`. 64 is that of an Ascend 910B (Periodic Asynchrony §6)."""
+    memory_gib: PositiveFloat = 60.9
+    """Memory of one accelerator in GiB as torch reports it (`metronome doctor --device`), read by `run.dry`. 60.9 is
+    that of a 64 GB Ascend 910B; an 80 GB H100 or H800 has 79.1."""
     network_gbps: PositiveFloat = 200.0
     """Gbit/s between nodes, by which `metronome plan` counts weights and gradients; 100 in Periodic Asynchrony (§6)."""
 

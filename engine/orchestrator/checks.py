@@ -14,6 +14,8 @@ from engine.errors import BadInput
 from engine.model.shape import ModelShape, check_layout, read_shape
 from engine.run.limits import check_limits, stored_parameters
 from engine.run.vllm_command import check_for_cpu, device_of, visible_devices, vllm_interpreter
+from engine.wire.access_token import check_address, is_loopback
+from engine.wire.address import AUTO, split_address
 
 EMBEDDED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
 """Architectures that the embedded engine runs: a copy of `engine.instance.embedded.rollout_model.SUPPORTED`, which
@@ -83,15 +85,42 @@ def check_store(config: Config) -> None:
         )
 
 
-def check_instances(config: Config) -> None:
-    """Raise BadInput unless this machine has what vLLM instances need: vLLM's environment, and devices that no trainer
-    rank uses (on a CPU, the cores of `rollout.devices`)."""
-    if config.rollout.engine != "vllm" or not config.rollout.instances:
+def unreached(config: Config) -> Iterator[str]:
+    """Yield why instances on other nodes, which the config needs, could not reach the run's server. Those of a Ray
+    cluster get an address when they are placed."""
+    joining = config.dry_run.joining
+    listen = config.rollout.listen
+    awaited = joining or (config.places_on_devices and not config.rollout.instances)
+    if not awaited or config.cluster.engine == "ray" or listen.startswith(f"{AUTO}:"):
         return
-    device = device_of(vllm_interpreter(), config.platform.device)
-    if device == "cpu":
-        check_for_cpu(config)
+    host, _ = split_address(listen, "rollout.listen")
+    check_address(host, "", "rollout.listen")
+    if is_loopback(host):
+        which = f"dry_run.joining = {joining}" if joining else "rollout.instances = 0"
+        yield (
+            f"{which}: instances join from other nodes, and only this machine reaches rollout.listen = {listen!r}: set "
+            'rollout.listen = "auto:7000" (this machine\'s own address), and METRONOME_TOKEN on all nodes'
+        )
+
+
+def check_instances(config: Config) -> None:
+    """Raise BadInput unless other nodes' instances can reach the run (`unreached`), and this machine has what its own
+    instances need: `check_vllm`, and devices that no trainer rank uses (on a CPU, the cores of `rollout.devices`)."""
+    for reason in unreached(config):
+        raise BadInput(reason)
+    if not config.rollout.instances or (device := check_vllm(config)) == "cpu":
         return
     visible = visible_devices(device)
     if all(map(str.isdigit, visible)) and (wrong := list(find_overlaps(config, list(map(int, visible))))):  # not UUIDs
         raise BadInput("; ".join(wrong))
+
+
+def check_vllm(config: Config) -> str:
+    """The kind of device of this machine's instances; "cpu" with the embedded engine. Raises BadInput unless vLLM's
+    environment is there, where instances need it."""
+    if config.rollout.engine != "vllm":
+        return "cpu"
+    device = device_of(vllm_interpreter(), config.platform.device)
+    if device == "cpu":
+        check_for_cpu(config)
+    return device

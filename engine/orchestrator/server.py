@@ -349,20 +349,26 @@ def listen_address(text: str, key: str = "rollout.listen") -> tuple[str, int]:
     return host, port
 
 
-def check_listens(text: str) -> None:
-    """Raise BadInput, with the server's message, unless this process can listen on an address."""
-    host, port = listen_address(text)
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    deadline = time.monotonic() + (FREE_S if port else 0.0)
-    while (wrong := _refusal(family, host, port)) is not None:
-        if time.monotonic() > deadline:
-            raise BadInput(f"rollout.listen = {text!r}: {wrong}")
-        time.sleep(LOOK_S)
+def check_addresses(config: Config, free: bool = True) -> None:
+    """Raise BadInput, with the server's message, unless this process can listen on `rollout.listen` and, with several
+    trainer nodes, on `parallel.rendezvous` and the port after it. Without `free` another run may have the ports."""
+    given = [("rollout.listen", config.rollout.listen, *listen_address(config.rollout.listen))]
+    if config.parallel.nodes > 1:
+        key, text = "parallel.rendezvous", config.parallel.rendezvous
+        host, port = split_address(text, key)
+        given += [(key, text, host, port), (key, text, *split_address(rendezvous_neighbour(config), key))]
+    for key, text, host, port in given:
+        deadline = time.monotonic() + (FREE_S if port and free else 0.0)
+        while (wrong := _refusal(host, port if free else 0)) is not None:
+            if time.monotonic() > deadline:
+                raise BadInput(f"{key} = {text!r}: {wrong}")
+            time.sleep(LOOK_S)
 
 
-def _refusal(family: socket.AddressFamily, host: str, port: int) -> str | None:
+def _refusal(host: str, port: int) -> str | None:
     try:
-        socket.create_server((host, port), family=family).close()
+        family, _, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+        socket.create_server(address[:2], family=family).close()
     except OSError as error:
         return _reason(error)
     return None
@@ -370,6 +376,8 @@ def _refusal(family: socket.AddressFamily, host: str, port: int) -> str | None:
 
 def _reason(error: OSError) -> str:
     """Return the OS error text, without the address that Python prepends."""
+    if isinstance(error, socket.gaierror):
+        return f"{error.strerror}; expected an address of this machine"
     return os.strerror(error.errno) if error.errno is not None else str(error)
 
 

@@ -71,8 +71,9 @@ def trainer_environment(config: Config, instances_elsewhere: bool) -> dict[str, 
 
     Threads on borrowed cores sleep while they wait for each other: if they spin, and any other process has one of the
     cores, products take ten times as long (measured).
-    On one node, the ranks' collectives listen on loopback only: always those of gloo, and those of NCCL and HCCL unless
-    the trainer also sends weights with them or there may be `instances_elsewhere`. On several nodes, each agent chooses
+    On one node, the ranks' collectives listen on loopback only: always those of gloo, and those of NCCL unless the
+    trainer also sends weights with it or there may be `instances_elsewhere`. HCCL chooses an interface itself, since
+    its manual takes loopback last. On several nodes, each agent chooses
     gloo's interface (engine.trainer.ranks.agent). A variable that the user has set is kept.
     """
     found = {"OMP_NUM_THREADS": str(config.trainer_threads)} | rank_defaults(config.parallel.tensor)
@@ -81,8 +82,8 @@ def trainer_environment(config: Config, instances_elsewhere: bool) -> dict[str, 
     if config.parallel.nodes > 1:
         return found
     names = ["GLOO_SOCKET_IFNAME"]  # weights sent with gloo use a separate gloo device (engine.wire.weights.groups)
-    if not instances_elsewhere and config.weights.transport not in ("nccl", "hccl"):
-        names += ["NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"]
+    if not instances_elsewhere and config.weights.transport != "nccl":
+        names.append("NCCL_SOCKET_IFNAME")
     return found | _on_loopback(names)
 
 
@@ -112,7 +113,7 @@ def scorer_command(config: Config, stage: str, folder: Path, plane: str) -> list
 def scorer_environment(config: Config, stage: str) -> dict[str, str]:
     """Environment variables that are added for the agent of [stages.NAME] and its ranks; they make the ranks'
     collectives listen on loopback only. A variable that the user has set is kept."""
-    names = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"]
+    names = ["GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"]
     found = {"OMP_NUM_THREADS": str(config.scorer_threads)} | rank_defaults(config.stages[stage].tensor)
     return found | _on_loopback(names)
 

@@ -25,7 +25,9 @@ CHUNK_BYTES = 2**28
 CHUNKS = 3
 """Log-probabilities are computed in chunks of `CHUNK_BYTES`, up to three at a time (engine.model.logprobs)."""
 BUCKETS = 3
-"""Number of buckets of `weights.bucket_mb` in memory during a weight sync: one is gathered, one written, one sent."""
+"""Number of buckets in memory during a weight sync: one is gathered, one written, one sent."""
+RECEIVED = 2
+"""Number of buckets in an instance's memory: one is received while the last one is loaded."""
 
 
 LOWERED_BY = {
@@ -157,8 +159,16 @@ def _working(shape: ModelShape, config: Config, stage: int) -> Iterator[Term]:
     of the weight sync."""
     yield activation_term(shape, config, stage)
     yield from _peak(shape, config, stage)
-    if config.weights.transport in ("nccl", "hccl"):
-        yield Term("sync buckets", BUCKETS * config.weights.bucket_mb * 2**20, f"{BUCKETS} × weights.bucket_mb")
+    yield _sync_term(shape, config, BUCKETS)
+
+
+def _sync_term(shape: ModelShape, config: Config, buckets: int) -> Term:
+    """Buckets on a device, with a transport between devices. A tensor larger than weights.bucket_mb is a bucket."""
+    rows = max(shape.vocabulary, shape.intermediate)  # of the largest tensor, an embedding or a matrix of an MLP
+    largest = max(config.weights.bucket_mb * 2**20, rows * shape.hidden * BYTES[config.model.dtype])
+    count = buckets if config.weights.transport in ("nccl", "hccl") else 0
+    formula = f"{count} × the larger of weights.bucket_mb and the largest tensor"
+    return Term("sync buckets", float(count * largest), formula)
 
 
 def activation_term(shape: ModelShape, config: Config, stage: int) -> Term:
@@ -241,7 +251,10 @@ def instance_need(shape: ModelShape, config: Config) -> tuple[Need, Room]:
         Term("engine", ENGINE_GIB * GIB if vllm else 0.0, "our allowance"),
         Term("key-value cache", per_token * least, f"{least:,} tokens × {per_token:,} bytes, at least"),
     )
-    need = Need("rollout device", tuple(term for term in terms if term.bytes), share * config.platform.memory_gib * GIB)
+    device = config.platform.memory_gib * GIB
+    # vLLM's share has no room for buckets
+    beside = _sync_term(shape, config, 0 if config.weights.staged else RECEIVED).bytes
+    need = Need("rollout device", tuple(term for term in terms if term.bytes), min(share * device, device - beside))
     left = need.available - need.total + per_token * least
     return need, Room(per_token, max(0, int(left // per_token)), wanted)
 

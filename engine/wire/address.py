@@ -13,6 +13,11 @@ from engine.errors import BadInput
 ADDRESS_FILE = "rollout.address"
 """File in the run folder with the host:port at which instances join (engine.orchestrator.server)."""
 
+AUTO = "auto"
+"""The host of an address that stands for this machine's own one."""
+ELSEWHERE = "192.0.2.1"
+"""An address that no machine has (RFC 5737); the way to it is the default route."""
+
 
 def bracket_host(host: str) -> str:
     """Return the host as a URL writes it: an IPv6 address in brackets."""
@@ -25,11 +30,23 @@ def http_url(host: str, port: int) -> str:
 
 
 def split_address(text: str, key: str) -> tuple[str, int]:
-    """Return (host, port) of "host:port". Raises BadInput, which names `key`, for any other text."""
+    """Return (host, port) of "host:port". The host "auto" is this machine's address on the default route. Raises
+    BadInput, which names `key`, for any other text, and for "auto" on a machine without a network."""
     host, colon, port = text.strip().rpartition(":")
     if not (colon and host and port.isascii() and port.isdigit() and len(port) < 6 and int(port) < 2**16):
         raise BadInput(f"{key} = {text.strip()!r}: expected host:port, for example 127.0.0.1:8000")
-    return host.strip("[]"), int(port)
+    if host != AUTO:
+        return host.strip("[]"), int(port)
+    try:
+        return address_towards(ELSEWHERE), int(port)
+    except OSError:
+        raise BadInput(f"{key} = {text.strip()!r}: this machine has no default route; give its address") from None
+
+
+def known_address(text: str, key: str) -> str:
+    """Return the host:port that other machines may be given for an address (`split_address`)."""
+    host, port = split_address(text, key)
+    return f"{bracket_host(host)}:{port}"
 
 
 def reachable_host(host: str) -> str:
@@ -40,7 +57,7 @@ def reachable_host(host: str) -> str:
     if host not in ("0.0.0.0", "::"):
         return host
     try:
-        return address_towards("192.0.2.1")
+        return address_towards(ELSEWHERE)
     except OSError:
         return "127.0.0.1"
 
@@ -61,5 +78,4 @@ def orchestrator_address(text: str) -> str:
     file = path / ADDRESS_FILE if path.is_dir() else path
     if path.is_dir() or path.name == ADDRESS_FILE:
         text = file.read_text(errors="replace")
-    host, port = split_address(text, "--join")
-    return f"{bracket_host(host)}:{port}"
+    return known_address(text, "--join")

@@ -17,6 +17,7 @@ import msgspec
 from engine.config import Config
 from engine.errors import BadInput, DeadlineError
 from engine.run.files import write_atomically
+from engine.wire.address import known_address
 from engine.wire.messages import PROTOCOL
 
 INVITATION = "trainer_nodes.json"
@@ -61,7 +62,7 @@ def write_invitation(
     invitation = Invitation(
         protocol=PROTOCOL,
         run_id=run_id,
-        rendezvous=config.parallel.rendezvous,
+        rendezvous=known_address(config.parallel.rendezvous, "parallel.rendezvous"),
         nodes=config.parallel.nodes,
         ranks=config.parallel.ranks_per_node,
         arguments=list(arguments),

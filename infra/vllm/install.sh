@@ -37,7 +37,7 @@ case $device in
         pip "$(pinned torch)"  # with its dependencies, which differ from build to build
         pip --no-deps -r "$list"
         ;;
-    cuda) pip -r "$list" ;;
+    cuda) pip --no-deps -r "$list" ;;
     npu)
         # PyPI's vllm-ascend is built for A2 and refuses other devices; SOC_VERSION, its own variable, names another
         built='^vllm=='
@@ -48,7 +48,8 @@ case $device in
         build() { PATH="$(cd "$venv/bin" && pwd):$PATH" pip --no-cache-dir --no-deps --no-build-isolation --no-binary "$1" "$(pinned "$1")"; }
         # without the version pip would refuse the package: vLLM adds "+empty" to it
         VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(pinned vllm | cut -d = -f 3) build vllm
-        [ "$built" = '^vllm==' ] || build vllm-ascend
+        # with its batch-invariant kernels (rollout.deterministic), as in its Dockerfiles; PyPI's wheels have none
+        [ "$built" = '^vllm==' ] || VLLM_BATCH_INVARIANT=1 build vllm-ascend
         ;;
 esac
 if [ "$device" != npu ]; then  # there the import needs CANN's environment, which need not be set while installing

@@ -23,8 +23,8 @@ from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput
 from engine.evaluation.benchmarks import read_benchmarks, with_evaluation_context
 from engine.model.shape import end_of_sequence_ids, read_shape
-from engine.orchestrator.checks import check_instances, check_rollouts, check_training
-from engine.orchestrator.server import check_listens, listen_address
+from engine.orchestrator.checks import check_instances, check_rollouts, check_training, check_vllm
+from engine.orchestrator.server import check_addresses, listen_address
 from engine.orchestrator.workers.verifier_pool import VerifierPool
 from engine.run.checkpoint_store import place_of
 from engine.run.folder import RunFolder
@@ -59,14 +59,21 @@ def check_run_folder(config: Config, resume: bool = False) -> None:
 
 
 def check_address(config: Config) -> None:
-    """Raise BadInput unless the run's orchestrator can listen on `rollout.listen`. Do not call this for a restarted
-    flow: its previous orchestrator may still hold the address. On a Ray cluster the address is chosen later; here it is
-    asked whether it can have the run's instances (`check_cluster`)."""
+    """Raise BadInput unless the run's orchestrator can listen on its addresses. Do not call this for a restarted flow:
+    its previous orchestrator may still hold them. On a Ray cluster they are chosen later; here it is asked whether it
+    can have the run's instances (`check_cluster`)."""
     if config.cluster.engine != "ray":
-        check_listens(config.rollout.listen)
+        check_addresses(config)
         return
     with show_progress("check", since_now("asking the Ray cluster")):
         check_cluster(config.cluster, config.platform.device, config.rollout.engine)
+
+
+def check_machine(config: Config) -> None:
+    """Raise BadInput if this machine, on which the run is to be, lacks vLLM or an address that it listens on."""
+    if config.cluster.engine != "ray":
+        check_vllm(config)
+        check_addresses(config, free=False)
 
 
 def _check_places(config: Config, folder: RunFolder, resume: bool) -> None:
@@ -86,18 +93,27 @@ def _check_places(config: Config, folder: RunFolder, resume: bool) -> None:
         check_unclaimed(config)
 
 
-def check_inputs(config: Config, training: bool = True, sampling: bool = True) -> tuple[Config, Prepared | None]:
+def check_inputs(
+    config: Config, training: bool = True, sampling: bool = True, evaluates: bool = False
+) -> tuple[Config, Prepared | None]:
     """Read the problems, load the reward, read the model's configuration, encode the prompts. Return the config with a
     model of the hub or S3 downloaded (`with_local_model`), and the problem sets of a training. Raises BadInput at the
     first failure.
 
     Without `training` (an evaluation) the trainer's layout is not checked. Without `sampling` (a replay) the run's own
-    instances are not checked.
+    instances are not checked. `evaluates`: an evaluation starts an instance on this machine, also where
+    rollout.instances = 0.
     """
     if config.run.dry:  # commands that allow run.dry do not call this
         raise BadInput(
             "run.dry only prints the plan of a recipe: `metronome run RECIPE --set run.dry=true`; set it to false here"
         )
+    if training and sampling:
+        if config.cluster.engine != "ray":
+            listen_address(config.rollout.listen)
+        check_instances(config)
+    if evaluates and config.cluster.engine != "ray":
+        check_vllm(config)
     with show_progress("check", since_now("reading the problem sets")):
         prepared = prepare_problems(config) if training else None
         benchmarks = read_benchmarks(config)
@@ -134,10 +150,6 @@ def check_inputs(config: Config, training: bool = True, sampling: bool = True) -
     for sentence in without_effect(config) if training else ():
         _warn(sentence)
     config = with_local_model(config)
-    if training and sampling:
-        if config.cluster.engine != "ray":
-            listen_address(config.rollout.listen)
-        check_instances(config)
     if training:
         check_training(config)
         _check_device(config)

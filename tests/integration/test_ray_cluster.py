@@ -136,7 +136,7 @@ def test_all_kinds_of_processes_are_placed_and_all_bits_are_those_without_ray(ex
     run_on_two_nodes(exact | {"rollout.instances": 3}, tmp_path)
     with ray_cluster(monkeypatch, [{"num_cpus": 2}, {"num_cpus": 2}, {"num_cpus": 2}]) as cluster:
         stored = ELSEWHERE | {"queue.address": cluster.address}
-        keys = {"rollout.instances": 3, "parallel.rendezvous": "auto"} | stored
+        keys = {"rollout.instances": 3, "parallel.rendezvous": "auto:29500"} | stored
         with Command(tmp_path, on_ray(exact, cluster, "ray", **keys)) as command:
             command.ends()
     told = [line for line in command.output.splitlines() if "trainer node 0" in line][-1]
@@ -148,7 +148,7 @@ def test_all_kinds_of_processes_are_placed_and_all_bits_are_those_without_ray(ex
 def test_a_run_whose_trainer_node_dies_resumes_with_the_same_bits(exact, tmp_path, cluster):
     exact |= {"train.steps": 8, "checkpoint.every": 2, "parallel.data": 2, "parallel.nodes": 2}
     run_on_two_nodes(exact, tmp_path)
-    with Command(tmp_path, on_ray(exact, cluster, "ray", **{"parallel.rendezvous": "auto"})) as command:
+    with Command(tmp_path, on_ray(exact, cluster, "ray", **{"parallel.rendezvous": "auto:29500"})) as command:
         wait_for(lambda: len(steps(tmp_path, "ray")) >= 3, "the third step", 400)
         lost = re.findall(r"trainer node 1(?:, [^;(]*)? on \S+ \((\w+)\)", command.output)[-1]
         kill_node(cluster, node_of(cluster, lost))
@@ -330,7 +330,7 @@ def test_a_run_takes_instances_as_the_cluster_grows_and_all_bits_stay(exact, tmp
 
 def test_a_run_goes_on_with_the_trainer_nodes_that_are_left(exact, tmp_path, monkeypatch):
     exact |= {"train.steps": 6, "checkpoint.every": 2, "parallel.data": 2, "parallel.nodes": 2}
-    keys = {"rollout.instances": 1, "parallel.rendezvous": "auto", "cluster.least_nodes": 1, "cluster.wait_s": 30}
+    keys = {"rollout.instances": 1, "parallel.rendezvous": "auto:29500", "cluster.least_nodes": 1, "cluster.wait_s": 30}
     with ray_cluster(monkeypatch, [{"num_cpus": 1}] * 3) as cluster:
         with Command(tmp_path, on_ray(exact, cluster, "ray", **keys)) as command:
             wait_for(lambda: len(steps(tmp_path, "ray")) >= 3, "the third step", 400)

@@ -62,7 +62,7 @@ def recipe(name, address):
     sets = ["cluster.engine=ray", f"cluster.address={address}", "cluster.wait_s=300"]
     config = load_config(ROOT / f"infra/recipes/papers/{name}.toml", sets)
     if config.parallel.nodes > 1:
-        config = load_config(ROOT / f"infra/recipes/papers/{name}.toml", [*sets, "parallel.rendezvous=auto"])
+        config = load_config(ROOT / f"infra/recipes/papers/{name}.toml", [*sets, "parallel.rendezvous=auto:29500"])
     return config
 
 

@@ -24,6 +24,8 @@ from support.runs import ROOT
 SNAPSHOT = ROOT / "tests/contract/pins.json"
 EXTRAS = {"", "asyncio", "crypto", "cu13", "email", "http2", "image", "memory", "opencv", "pycountry", "redis"}
 EXTRAS |= {"default", "requests", "s3", "server", "standard"}
+EXTRAS |= {"cublas", "cudart", "cufft", "cufile", "cupti", "curand", "cusolver", "cusparse"}  # cuda-toolkit's
+EXTRAS |= {"nvjitlink", "nvrtc", "nvtx"}
 """Extras of packages that some package asks for; "" is for none. Requirements of other extras are not kept."""
 
 Requirements = dict[str, list[str] | None]
@@ -37,8 +39,6 @@ class PackageList:
     files: tuple[str, ...]
     extras: tuple[str, ...] | None = None
     """The package itself is installed with these extras; None: it is not installed."""
-    closed: bool = True
-    """Whether the list names all that its packages need. If not, pip chooses the rest."""
 
     @property
     def name(self) -> str:
@@ -51,10 +51,7 @@ LISTS = (
     PackageList(("constraints.txt",), extras=("dev", "team")),
     TRAINER_NPU,
     PackageList(("constraints.txt", "infra/trainer/transferqueue.txt"), extras=("dev", "transferqueue", "ray")),
-    *(
-        PackageList((str(path.relative_to(ROOT)),), closed=path.stem != "cuda")
-        for path in sorted((ROOT / "infra/vllm").glob("*.txt"))
-    ),
+    *(PackageList((str(path.relative_to(ROOT)),)) for path in sorted((ROOT / "infra/vllm").glob("*.txt"))),
 )
 
 
@@ -192,8 +189,6 @@ def faults(which: PackageList, machine: Machine, known: Mapping[str, Requirement
     for name, wanted in _wanted(which, machine, have, asked):
         other = canonicalize_name(wanted.name)
         version = have.get(other)
-        if version is None and not which.closed:
-            continue
         asking = f"{here}: {name} asks for {wanted.name}{wanted.specifier}"
         if version is None:
             yield Fault(which.name, name, other, f"{asking}, the list lacks it")

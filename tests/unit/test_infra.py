@@ -180,7 +180,7 @@ def test_one_command_pins_images_by_digest(tmp_path):
         assert image.endswith(DIGEST)
         assert "$" not in image
     ascend = ROOT / "infra/containers/ascend.Containerfile"
-    assert digests(tmp_path, ascend, DEVICE="a3") == [f"IMAGE=quay.io/ascend/cann:9.1.0-a3-ubuntu22.04-py3.11{DIGEST}"]
+    assert digests(tmp_path, ascend, DEVICE="a3") == [f"IMAGE=quay.io/ascend/cann:9.1.0-a3-ubuntu22.04-py3.12{DIGEST}"]
 
 
 def test_commits_in_lists_are_whole():

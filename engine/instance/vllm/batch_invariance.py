@@ -48,7 +48,8 @@ def check_invariance(ask: Ask, slots: int, max_context: int, platform: str) -> N
             raise BadInput(
                 f"rollout.deterministic = true, but {platform} gives different bits for the same request {situation}: "
                 f'{found}. Set rollout.deterministic = false, or use rollout.engine = "embedded", or a platform whose '
-                "vLLM has batch-invariant kernels (docs/rollouts.md, Deterministic responses)"
+                "vLLM has batch-invariant kernels (docs/rollouts.md, Deterministic responses; on NPUs a vllm-ascend "
+                "that was compiled with VLLM_BATCH_INVARIANT=1, as `make npu` does where SOC_VERSION is set)"
             )
 
 

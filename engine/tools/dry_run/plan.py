@@ -10,7 +10,7 @@ from engine.config import Config
 from engine.config.placing import describe_placing, find_overlaps, joining_nodes
 from engine.errors import BadInput, counted
 from engine.model.shape import ModelShape
-from engine.orchestrator.checks import check_layouts, unfit_rollouts
+from engine.orchestrator.checks import check_layouts, unfit_rollouts, unreached
 from engine.run.limits import Limit, machine_limits
 from engine.run.memory import Need, Room, host_bytes, instance_need, total_parameters, trainer_need
 from engine.run.progress import format_size
@@ -111,6 +111,7 @@ def _devices(made: RunPlan) -> Iterator[str]:
             beyond := sorted({one for one in config.rollout.devices if not 0 <= one < node})
         ):
             yield f"rollout.devices names {beyond}, and a node has 0 to {node - 1} (platform.devices_per_node)"
+    yield from unreached(config)
 
 
 def _memory(made: RunPlan) -> Iterator[str]:
@@ -122,11 +123,13 @@ def _memory(made: RunPlan) -> Iterator[str]:
 def _too_little(made: RunPlan) -> Iterator[str]:
     """The limits of this machine that do not suffice. If the machine lacks the recipe's devices, the plan is for
     another one."""
-    if _has(made.config.platform.device):
+    if has_device(made.config):
         yield from (limit.refusal for limit in _machine(made) if not limit.suffices)
 
 
-def _has(device: str) -> bool:
+def has_device(config: Config) -> bool:
+    """Whether this machine has devices of the recipe's kind, so that the plan is for it."""
+    device = config.platform.device
     if device in ("auto", "cpu"):
         return True
     from engine.platform import PLATFORMS  # imports torch

@@ -93,6 +93,7 @@ class Device:
     bandwidth: float
     """Bytes/s of its memory."""
     memory_gib: float
+    """As torch reports it."""
     link: float
     """Bytes/s to another device of its node, one direction."""
     mesh: bool = False
@@ -112,16 +113,18 @@ DEVICES: Mapping[str, Device] = {
             platform="npu",
             flops=PEAKS["Ascend910B2"],
             bandwidth=1.6e12,
-            memory_gib=64,
+            memory_gib=60.9,
             link=28e9,
             mesh=True,
         ),
         # one of the two dies of a module: torch_npu shows each as a device
-        Device(name="910c", platform="npu", flops=PEAKS["Ascend910_939"], bandwidth=1.6e12, memory_gib=64, link=196e9),
-        Device(name="a100", platform="cuda", flops=PEAKS["A100"], bandwidth=2.0e12, memory_gib=80, link=300e9),
-        Device(name="h100", platform="cuda", flops=PEAKS["H100"], bandwidth=3.35e12, memory_gib=80, link=450e9),
-        Device(name="h20", platform="cuda", flops=PEAKS["H20"], bandwidth=4.0e12, memory_gib=96, link=450e9),
-        Device(name="h200", platform="cuda", flops=PEAKS["H200"], bandwidth=4.8e12, memory_gib=141, link=450e9),
+        Device(
+            name="910c", platform="npu", flops=PEAKS["Ascend910_939"], bandwidth=1.6e12, memory_gib=60.9, link=196e9
+        ),
+        Device(name="a100", platform="cuda", flops=PEAKS["A100"], bandwidth=2.0e12, memory_gib=79.1, link=300e9),
+        Device(name="h100", platform="cuda", flops=PEAKS["H100"], bandwidth=3.35e12, memory_gib=79.1, link=450e9),
+        Device(name="h20", platform="cuda", flops=PEAKS["H20"], bandwidth=4.0e12, memory_gib=95.0, link=450e9),
+        Device(name="h200", platform="cuda", flops=PEAKS["H200"], bandwidth=4.8e12, memory_gib=139.8, link=450e9),
     )
 }
 COPY = 8e9

@@ -34,7 +34,7 @@ from engine.run.process import in_thread
 from engine.run.vllm_command import vllm_interpreter
 from engine.wire.access_token import VARIABLE as TOKEN
 from engine.wire.access_token import own_token
-from engine.wire.address import bracket_host, split_address
+from engine.wire.address import AUTO, bracket_host, known_address, split_address
 from tasks.attempt import run_folder
 from tasks.cluster.ray.following import LOOK_S, Followed, Needed, RayWatch
 from tasks.cluster.ray.models import PlacedModel
@@ -289,10 +289,10 @@ def _patience(config: Config) -> float:
 def _instance(number: int, amounts: Mapping[str, float], config: Config, model: PlacedModel | None) -> PlacedPart:
     """An instance that joins under the address in rollout.listen, so it needs no file of this machine but the model,
     which its node fetches."""
-    host, port = split_address(config.rollout.listen, "rollout.listen")
+    listen = known_address(config.rollout.listen, "rollout.listen")
     rollout = config.rollout.model_copy(update={"wait_s": max(config.rollout.wait_s, _patience(config))})
     config = config.model_copy(update={"rollout": rollout})
-    arguments = ["serve", f"{FOLDER}/config.toml", "--join", f"{bracket_host(host)}:{port}", "--host", HOST]
+    arguments = ["serve", f"{FOLDER}/config.toml", "--join", listen, "--host", HOST]
     arguments += ["--set", f"model.path={MODEL}"]
     files = {"config.toml": tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))}
     return PlacedPart(f"instance-{number}", amounts, module="flows.cli", arguments=arguments, files=files, model=model)
@@ -311,13 +311,13 @@ def _with_addresses(config: Config, host: str, training: bool) -> Config:
 
 def _own_address(key: str, given: str, host: str, ports: int) -> str:
     """`given` if it names an address of this machine, other than loopback, and a free port, as the next ones are if
-    there must be several `ports`; else `host` and such a port."""
-    if given != "auto":
-        named, port = split_address(given, key)
-        with contextlib.suppress(OSError):
-            address = socket.gethostbyname(named)
-            if port and not address.startswith(("127.", "0.")) and _are_free(address, port, ports):
-                return given
+    there must be several `ports`; else `host` and such a port. "auto" is `host`."""
+    given = given.replace(f"{AUTO}:", f"{bracket_host(host)}:")
+    named, port = split_address(given, key)
+    with contextlib.suppress(OSError):
+        address = socket.gethostbyname(named)
+        if port and not address.startswith(("127.", "0.")) and _are_free(address, port, ports):
+            return given
     found = next((one for one in random.sample(PORTS, 100) if _are_free(host, one, ports)), None)
     if found is None:
         raise DeadlineError(f"{key}: 100 ports of {host} from {PORTS.start} on tried, and none was free")

@@ -27,7 +27,7 @@ def test_a_paper_asks_for_the_devices_that_its_dry_run_counts_and_none_is_larger
 def test_the_reference_is_on_the_first_node_and_embedded_instances_are_on_cpus():
     config = Config(
         cluster={"engine": "ray"},
-        parallel={"data": 4, "nodes": 2, "rendezvous": "auto"},
+        parallel={"data": 4, "nodes": 2, "rendezvous": "auto:29500"},
         algorithm={"kl_coef": 0.1},
         stages={"reference": {"data": 3}},
         rollout={"instances": 0},

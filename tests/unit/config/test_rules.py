@@ -10,7 +10,6 @@ from engine.config.recipe import HOME, load_config
 from engine.errors import BadInput
 
 REFUSED = """
-parallel.data=2; parallel.nodes=2; parallel.rendezvous=auto -> parallel.rendezvous = "auto"
 parallel.sequence=true -> parallel.tensor
 parallel.expert=2; parallel.tensor=2; parallel.data=2 -> parallel.sequence = true
 parallel.expert=3; parallel.context=2; parallel.data=3 -> parallel.expert (3)

@@ -90,7 +90,20 @@ SHARED = {"rollout.share_devices": True, "rollout.devices": "[0]", "rollout.vllm
 CPU = {"platform.device": "cpu"}
 INSTANCES = [
     ("cuda", None, PAIR | {"rollout.devices": "[2, 3]"}, ""),
-    ("cuda", None, PAIR | {"rollout.instances": 0}, ""),
+    ("cuda", None, PAIR | {"rollout.instances": 0, "rollout.listen": "10.0.0.1:7000"}, ""),
+    (
+        "cuda",
+        None,
+        PAIR | {"rollout.instances": 0},
+        r"rollout\.instances = 0: .* only this machine reaches rollout\.listen",
+    ),
+    ("cpu", None, {"rollout.instances": 0}, ""),
+    (
+        "cpu",
+        None,
+        {"rollout.instances": 0, "dry_run.joining": 1},
+        r"dry_run\.joining = 1: .*METRONOME_TOKEN on all nodes",
+    ),
     ("cuda", None, PAIR, r"rollout\.devices is empty, so each .*: set rollout\.devices = \[2, 3\]"),
     ("npu", None, PAIR, r"rollout\.devices is empty, so each .*: set rollout\.devices = \[2, 3\]"),
     ("auto", None, PAIR, r"rollout\.devices is empty, so each .*: set rollout\.devices = \[2, 3\]"),

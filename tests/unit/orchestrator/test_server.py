@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import socket
 from types import SimpleNamespace
 
 import aiohttp
@@ -14,7 +15,7 @@ from engine.errors import BadInput, ProcessDied
 from engine.orchestrator.pool.health import HealthMonitor
 from engine.orchestrator.pool.instance import Instance
 from engine.orchestrator.pool.pool import Pool
-from engine.orchestrator.server import Server, listen_address
+from engine.orchestrator.server import Server, check_addresses, listen_address
 from engine.run import limits
 from engine.wire.access_token import authorization_headers
 from engine.wire.rollout_messages import ROLLOUT_PROTOCOL
@@ -236,6 +237,41 @@ def test_listening_off_loopback_needs_the_token(monkeypatch):
             listen_address(wrong)
     monkeypatch.setenv("METRONOME_TOKEN", "secret")
     assert listen_address("0.0.0.0:80") == ("0.0.0.0", 80)
+
+
+NODES = {"nodes": 2, "data": 2}
+
+
+@pytest.mark.parametrize(
+    ("listen", "rendezvous", "said"),
+    [
+        ("auto:0", "", ""),
+        ("auto:TAKEN", "", "rollout.listen = 'auto:TAKEN': Address already in use"),
+        ("192.0.2.1:0", "", "rollout.listen = '192.0.2.1:0': Cannot assign requested address"),
+        ("auto:0", "auto:29500", ""),
+        ("auto:0", "auto:BEFORE", "parallel.rendezvous = 'auto:BEFORE': Address already in use"),
+        ("auto:0", "train-0.invalid:29500", "parallel.rendezvous = 'train-0.invalid:29500': .*an address of this"),
+        ("auto:0", "192.0.2.1:29500", "parallel.rendezvous = '192.0.2.1:29500': Cannot assign requested address"),
+        ("auto:0", "auto", "parallel.rendezvous = 'auto': expected host:port"),
+    ],
+)
+def test_an_address_that_the_run_can_not_have_is_refused_before_it_starts(monkeypatch, listen, rendezvous, said):
+    """Here and in a dry run, which may be beside another run with the same ports. The nodes also meet at the port
+    after the rendezvous's."""
+    monkeypatch.setenv("METRONOME_TOKEN", "secret")
+    monkeypatch.setattr("engine.orchestrator.server.FREE_S", 0.0)
+    monkeypatch.setattr("engine.wire.address.ELSEWHERE", "127.0.0.9")
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        listen, rendezvous, said = (
+            one.replace("TAKEN", str(port)).replace("BEFORE", str(port - 1)) for one in (listen, rendezvous, said)
+        )
+        parallel = {**NODES, "rendezvous": rendezvous} if rendezvous else {}
+        config = Config(rollout={"listen": listen}, parallel=parallel)
+        with pytest.raises(BadInput, match=said) if said else contextlib.nullcontext():
+            check_addresses(config)
+        with pytest.raises(BadInput, match=said) if said and "in use" not in said else contextlib.nullcontext():
+            check_addresses(config, free=False)
 
 
 async def test_a_port_that_is_taken(tmp_path):

@@ -8,7 +8,7 @@ import pytest
 from engine.config.recipe import load_config
 from engine.run.commands import scorer_environment, store_command, trainer_environment
 
-NAMES = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME", "HCCL_SOCKET_IFNAME"}
+NAMES = {"GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"}
 VLLM = ["rollout.engine=vllm"]
 SEVERAL = ["parallel.data=2", "parallel.nodes=2", "parallel.rendezvous=h:1"]
 

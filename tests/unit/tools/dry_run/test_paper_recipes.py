@@ -17,7 +17,7 @@ evaluate.top_k=20; evaluate.max_new_tokens=32768; reward.function=math; train.mo
 rollout.max_context=16384; attention.shared_prompt=false; data.train=agentica-org/DeepScaleR-Preview-Dataset;
 algorithm.advantage=grpo; algorithm.loss=grpo; algorithm.old_policy=previous; algorithm.kl_coef=0.02;
 train.schedule=cosine; train.weight_decay=0.0; train.betas=[0.9, 0.95]; rollout.instances=0; platform.device=npu;
-platform.devices_per_node=8; platform.memory_gib=64; """
+platform.devices_per_node=8; platform.memory_gib=60.9; """
 QWEN3_8B = PERIODIC + "model.path=Qwen/Qwen3-8B; rollout.tensor=2; "  # §6.2: inference instances with TP = 2
 # Table 2 and C.1; AdamW is verl's default, and gac_low what the shares of Table 3 imply
 GAC = """
@@ -26,7 +26,7 @@ rollout.max_context=2048; algorithm.clip_low=0.2; algorithm.clip_high=0.2; algor
 algorithm.kl_coef=0.001; algorithm.kl_estimator=k3; algorithm.gradient_control=gac; algorithm.gac_low=0.1;
 algorithm.advantage=grpo; algorithm.loss=grpo; train.mode=bounded; train.betas=[0.9, 0.999]; train.weight_decay=0.01;
 train.learning_rate=1e-06; evaluate.benchmark=minerva; platform.device=cuda; platform.devices=8;
-platform.memory_gib=80; model.path="""
+platform.memory_gib=79.1; model.path="""
 ASYNCFLOW = """
 train.mode=one_step_off; rollout.engine=vllm; data.train=agentica-org/DeepScaleR-Preview-Dataset; weights.staged=true;
 algorithm.advantage=grpo; algorithm.loss=grpo; platform.device=npu; platform.devices_per_node=16; model.path="""

@@ -11,12 +11,14 @@ from engine.config.training import Parallel
 from engine.errors import BadInput
 from engine.platform import PLATFORMS
 from engine.run import limits
-from engine.run.memory import rank_parameters, total_parameters
+from engine.run.memory import GIB, rank_parameters, total_parameters
 from engine.tools.dry_run import plan_run, plan_sections
 from engine.tools.dry_run.model_shape import PUBLISHED, shape_of
 from support.paper_recipes import DEVICES
 
 PAPERS = "infra/recipes/papers"
+ROOM = 3 * GIB
+"""Memory that a recipe leaves for what the plan can't count (docs/hardware.md)."""
 PARAMETERS = {  # as transformers counts them in the published models, tied output layers once
     "Qwen3-1.7B": 1_720_574_976,
     "Qwen3-4B": 4_022_468_096,
@@ -44,8 +46,8 @@ def test_paper_recipes_can_run(name):
     assert made.config.parallel.ranks == training
     assert made.instances * made.config.rollout.tensor == rollouts
     assert made.devices == made.config.platform.devices
-    assert made.trainer.fits
-    assert made.instance.fits
+    assert made.trainer.available - made.trainer.total > ROOM
+    assert made.instance.available - made.instance.total > ROOM
     assert made.cache.tokens >= made.config.rollout.max_context
 
 
@@ -100,6 +102,9 @@ node rollout.devices=[5,6,7,8] -> rollout.devices names [8], and a node has 0 to
 node rollout.tensor=2; rollout.instances=2; rollout.devices=[4,5] -> names 2 devices, 2 instances & take 4
 large rollout.tensor=1 -> too little memory on a rollout device & weights 61.0 GiB
 large train.recompute=false; platform.memory_gib=48 -> too little memory & activations
+base rollout.listen=127.0.0.1:0 -> dry_run.joining = 4: instances join & rollout.listen = '127.0.0.1:0' & auto:7000
+base rollout.listen=[::1]:7000; dry_run.joining=0 -> rollout.instances = 0: instances join from other nodes
+verl rollout.listen=localhost:7000 -> dry_run.joining = 1 & METRONOME_TOKEN on all nodes
 verl rollout.max_context=40000; train.micro_batch_tokens=40000 -> 32,768 positions
 """
 """Recipe, overrides, and what the refusal has in it."""
@@ -211,7 +216,7 @@ def test_tables_name_every_term():
         "reserve",
         "sum",
     }
-    assert memory["sum"].endswith("of 80.0 GiB")
+    assert memory["sum"].endswith("of 79.1 GiB")
 
 
 def test_what_this_machine_has_too_little_of_is_refused_as_by_the_orchestrator(monkeypatch, tmp_path):

@@ -110,7 +110,8 @@ def test_the_bound_is_below_the_simulation(recipe, shape):
 def test_priors_follow_the_arithmetic(recipe, shape):
     """Qwen3-8B: 8.19e9 parameters, 36 layers, 8 key-value heads of 128."""
     keys = {"parallel.tensor": 1, "parallel.context": 1, "parallel.sequence": False, "rollout.tensor": 1}
-    alone = change_config(recipe, keys | {"algorithm.old_policy": "behavior", "algorithm.kl_coef": 0})
+    plain = {"algorithm.old_policy": "behavior", "algorithm.kl_coef": 0, "train.recompute": False}
+    alone = change_config(recipe, keys | plain)
     made = prior_costs(shape, alone, DEVICES["h100"])
     active = 8.19e9 - 151936 * 4096
     assert made.token == pytest.approx(6 * active / (989e12 * 0.35), rel=0.02)
@@ -219,7 +220,7 @@ def test_a_recipe_for_any_machine_is_planned_for_the_device_that_is_named(recipe
     out = tmp_path / "plan.toml"
     make_plan(anywhere, [], count=16, kind="h200", lengths="300,900", out=out)
     made = load_config(out)
-    assert (made.platform.device, made.platform.memory_gib) == ("cuda", 141.0)
+    assert (made.platform.device, made.platform.memory_gib) == ("cuda", 139.8)
     assert made.parallel.ranks + made.dry_run.joining * made.rollout.tensor <= 16
     assert made.run.seed == 0
     assert made.run.name.startswith("plan-2")  # after the file and the time, another one each night

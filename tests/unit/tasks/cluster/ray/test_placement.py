@@ -249,7 +249,7 @@ def test_a_refused_instance_is_given_up_and_without_any_other_the_run_ends(ray, 
 
 # trainer nodes -------------------------------------------------------------------------------------
 
-TWO = {"parallel.nodes": 2, "parallel.data": 2, "parallel.rendezvous": "auto"}
+TWO = {"parallel.nodes": 2, "parallel.data": 2, "parallel.rendezvous": "auto:29500"}
 
 
 @pytest.mark.parametrize("least", [0, 1])
@@ -268,13 +268,13 @@ def test_a_trainer_node_that_is_not_started_again_is_waited_for_by_nobody(ray, t
 
 def test_a_run_goes_on_with_fewer_trainer_nodes_and_asks_for_all_again(ray, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(ray_following, "SPARE_S", 0.2)
-    keys = {"parallel.nodes": 4, "parallel.data": 4, "parallel.rendezvous": "auto", "cluster.least_nodes": 2}
+    keys = {"parallel.nodes": 4, "parallel.data": 4, "parallel.rendezvous": "auto:29500", "cluster.least_nodes": 2}
     nodes = [PlacedPart(f"trainer node {one}", {}, RANKS, place=HERE, actor=ray.actor()) for one in (1, 2, 3)]
     follower = followed(list(nodes), tmp_path, **keys)
     assert follower.await_nodes().parallel.nodes == 4
     nodes[1].actor = ray.actor(place=RayError())
     left = follower.await_nodes()
-    assert (left.parallel.nodes, left.parallel.data, left.parallel.rendezvous) == (3, 3, "auto")
+    assert (left.parallel.nodes, left.parallel.data, left.parallel.rendezvous) == (3, 3, "auto:29500")
     assert "goes on with parallel.nodes = 3 and parallel.data = 3" in capsys.readouterr().out
     nodes[0].place = nodes[1].place = None  # another one is lost, and the first one comes back
 
