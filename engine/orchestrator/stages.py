@@ -3,7 +3,6 @@ they write."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Container, Iterator
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from engine.config.stages import REFERENCE_STAGE
 from engine.errors import BadInput, TransferError
 from engine.orchestrator.ledger import Windows
 from engine.orchestrator.steps import StageRules
+from engine.reward.scorer import LARGEST_SCORE
 from engine.wire.columns import OWN, REFERENCE, Row, open_values
 from engine.wire.messages import TRAIN, Written
 from engine.wire.routes import ROUTES
@@ -70,9 +70,9 @@ def _gives(name: str, gives: list[str]) -> frozenset[str]:
 
 
 def check_columns(head: Row, written: Written, rewards: Container[str]) -> None:
-    """Raise BadInput unless each column that a stage writes to a row is intact and has a finite number for each
-    response or each token of the row. `rewards`: the columns that add to the reward, which has one for each
-    response."""
+    """Raise BadInput unless each column that a stage writes to a row is intact and has a number that is finite in fp32
+    for each response or each token of the row. `rewards`: the columns that add to the reward, which has one for each
+    response, of at most LARGEST_SCORE."""
     row = head.with_columns(written.columns)
     for column in written.columns:
         _check_values(row, column.name, by_response=column.name in rewards)
@@ -92,5 +92,6 @@ def _check_values(row: Row, name: str, by_response: bool) -> None:
     if values.ndim != 1 or len(values) not in allowed:
         expected = f"[{responses}] (responses)" + ("" if by_response else f" or [{tokens}] (tokens)")
         raise BadInput(f"{where} has the shape {list(values.shape)}, expected {expected}")
-    if values.dtype.kind not in "fiub" or not math.isfinite(np.abs(values.astype(np.float64)).sum()):
-        raise BadInput(f"{where} has values that are not finite numbers")
+    largest = LARGEST_SCORE if by_response else float(np.finfo(np.float32).max)
+    if values.dtype.kind not in "fiub" or not (np.abs(values.astype(np.float64)) <= largest).all():
+        raise BadInput(f"{where} has values that are not finite numbers from {-largest:g} to {largest:g}")

@@ -13,7 +13,6 @@ import struct
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace as replaced
-from functools import cached_property
 from itertools import accumulate, pairwise
 from typing import Any, Final, Literal, overload
 
@@ -123,23 +122,19 @@ Decode = Callable[[Sequence[int]], str]
 
 
 class JsonColumns(Mapping[str, Any]):
-    """The further columns of a prompt from outside, as the JSON object that was sent. Only a process that reads a
-    column decodes them."""
+    """The further columns of a prompt from outside, as the JSON object that was sent. They are decoded in the way in
+    which a verifier process decodes them, which then meets no error."""
 
     def __init__(self, raw: bytes) -> None:
-        """Raises BadInput unless `raw` is a JSON object."""
-        if not raw.lstrip().startswith(b"{"):
-            raise BadInput("columns: expected a JSON object")
+        """Raises BadInput unless `raw` is a JSON object in UTF-8."""
         try:
-            msgspec.json.decode(raw, type=msgspec.Raw)
-        except msgspec.DecodeError as error:
-            raise BadInput(f"columns: not JSON: {error}") from None
+            values = json.loads(raw.decode(), parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise BadInput(f"columns: expected a JSON object in UTF-8: {error}") from None
+        if not isinstance(values, dict):
+            raise BadInput(f"columns: expected a JSON object, got {type(values).__name__}")
+        self._values: dict[str, Any] = values
         self.raw = raw
-
-    @cached_property
-    def _values(self) -> dict[str, Any]:
-        found: dict[str, Any] = json.loads(self.raw)
-        return found
 
     def __getitem__(self, name: str) -> Any:  # noqa: ANN401
         return self._values[name]
@@ -149,6 +144,10 @@ class JsonColumns(Mapping[str, Any]):
 
     def __len__(self) -> int:
         return len(self._values)
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is no number of JSON")
 
 
 class Column(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
@@ -380,9 +379,13 @@ def open_scores(row: Row) -> tuple[Score, ...]:
 
 
 def open_values(row: Row, name: str) -> NDArray[Any]:
-    """Return an array of numbers, read-only. Raises TransferError for damaged bytes."""
+    """Return an array of numbers, read-only. Raises TransferError for damaged bytes, ValueError for a dtype that is no
+    name of numpy's, such as ">f4"."""
     column = _VALUES.decode(_whole(row, name).body)
-    return np.frombuffer(column.data, np.dtype(column.dtype).newbyteorder("<")).reshape(column.shape)
+    dtype = np.dtype(column.dtype)
+    if dtype.name != column.dtype:
+        raise ValueError(f"the dtype {column.dtype!r} is written {dtype.name!r}, and its values are little-endian")
+    return np.frombuffer(column.data, dtype.newbyteorder("<")).reshape(column.shape)
 
 
 def open_group(

@@ -18,7 +18,7 @@ from engine.run.files import put_in_place
 from engine.run.resume import compared_value, keys_of
 from engine.run.run_inputs import find_inputs
 from engine.types import BatchScores, Group, JsonObject
-from engine.wire.columns import Row, open_group
+from engine.wire.columns import Column, Row, open_group, pack_column
 from engine.wire.messages import Window
 
 FILE = "record.msgpack"
@@ -61,14 +61,14 @@ class RecordWriter:
         partial = path.with_suffix(".partial")
         with partial.open("wb") as file:
             file.write(msgspec.msgpack.encode({"plan": record_settings(config)}))
-            file.writelines(map(msgspec.msgpack.encode, kept))
+            file.writelines(map(_sealed, kept))
         put_in_place(partial, path)
         self._file = path.open("ab")
 
     def add_window(self, replica_group: int, given: Window) -> None:
         """Append a window of a replica group."""
         entry = RecordEntry(replica_group=replica_group, step=given.step, rows=given.rows, batch=given.batch)
-        self._file.write(msgspec.msgpack.encode(entry))
+        self._file.write(_sealed(entry))
 
     def flush(self) -> None:
         """Write the added entries to disk; called once per step."""
@@ -121,6 +121,11 @@ def record_settings(config: Config) -> JsonObject:
     return found | ({"content of the algorithm's code": code["hash"]} if code["named"] else {})
 
 
+def _sealed(entry: RecordEntry) -> bytes:
+    """An entry with a digest of all its bytes, as a column has it."""
+    return msgspec.msgpack.encode(pack_column("entry", entry))
+
+
 def _unpack_items(path: Path) -> Iterator[Any]:
     try:
         with path.open("rb") as file:
@@ -139,11 +144,10 @@ def read_record(path: Path) -> Iterator[RecordEntry]:
         raise BadInput(f"--replay {path}: not a record of train.record (it does not begin with a run's settings)")
     for number, item in enumerate(items):
         try:
-            entry = msgspec.convert(item, RecordEntry)
-            for row in entry.rows:
-                if damaged := [column.name for column in row.columns if not column.is_whole]:
-                    raise ValueError(f"step {row.step}, group {row.index}: {damaged} differ from what was recorded")
-            yield entry
+            sealed = msgspec.convert(item, Column)
+            if not sealed.is_whole:
+                raise ValueError(f"its {len(sealed.body):,} bytes differ from those that were recorded")
+            yield msgspec.msgpack.decode(sealed.body, type=RecordEntry)
         except msgspec.ValidationError as error:
             raise BadInput(f"--replay {path}: entry {number} is damaged, or of another release: {error}") from None
         except ValueError as error:

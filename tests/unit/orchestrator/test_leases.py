@@ -88,6 +88,13 @@ WRONG = {
     "a column by token": (pack_values("values", np.ones((2, 1))), r"has the shape \[2, 1\], expected"),
     "infinite": (pack_values("values", np.array([1.0, np.inf])), "values that are not finite numbers"),
     "nan": (pack_values("mark", np.array([np.nan])), "values that are not finite numbers"),
+    "infinite in fp32": (pack_values("values", np.array([1.0, -1e39])), "not finite numbers from -3.40282e.38 to"),
+    "a larger reward than one may be": (pack_values("mark", np.array([1.1e6])), "numbers from -1e.06 to 1e.06"),
+    "another byte order": (
+        pack_column("values", ValuesColumn(">f4", (2,), np.array([1, 2], ">f4").tobytes())),
+        "is malformed: the dtype '>f4' is written 'float32'",
+    ),
+    "two numbers in one": (pack_column("values", ValuesColumn("f4,f4", (2,), bytes(16))), "is malformed: the dtype"),
     "no array": (pack_column("values", [1, 2]), "is malformed"),
     "no numbers": (pack_column("values", ["U1", [2], b"ab"]), "is malformed|not finite numbers"),
     "damaged": (Column("values", bytes(16), b"other"), "differ from those that were packed"),

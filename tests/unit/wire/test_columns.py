@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.errors import TransferError
+from engine.errors import BadInput, TransferError
 from engine.types import BatchScores, Group, Prompt, Response, Score
 from engine.wire.columns import (
     FLAGS,
@@ -19,6 +19,7 @@ from engine.wire.columns import (
     OWN,
     REALS,
     REFERENCE,
+    JsonColumns,
     Numbers,
     batch_scores,
     open_group,
@@ -28,6 +29,7 @@ from engine.wire.columns import (
     pack_response,
 )
 from engine.wire.messages import Window, pack, read_message
+from engine.wire.verifier_messages import make_score_call, score_arguments
 from support.groups import numbered_group
 
 
@@ -177,3 +179,29 @@ def test_a_view_of_numbers_behaves_as_their_tuple(data):
 def test_a_buffer_with_a_part_of_a_number_is_refused():
     with pytest.raises(ValueError, match="7 bytes are not a whole number of 4-byte numbers"):
         Numbers(b"1234567", IDS)
+
+
+NO_COLUMNS = {
+    "no UTF-8": (b'{"a": "\xff"}', "can't decode byte 0xff"),
+    "half a character": (b'{"a": "\xed\xa0\x80"}', "can't decode byte 0xed"),
+    "UTF-16": ("{}".encode("utf-16-le"), "Expecting property name"),
+    "too deep": (b'{"a": ' + b"[" * 5000 + b"]" * 5000 + b"}", "recursion"),
+    "too many digits": (b'{"a": ' + b"1" * 5000 + b"}", "4300"),
+    "no number of JSON": (b'{"a": NaN}', "NaN is no number of JSON"),
+    "cut": (b'{"a": 1', "Expecting"),
+    "a list": (b"[1]", "expected a JSON object"),
+}
+
+
+@pytest.mark.parametrize("name", NO_COLUMNS)
+def test_columns_that_a_verifier_could_not_decode_are_refused_where_they_arrive(name):
+    raw, said = NO_COLUMNS[name]
+    with pytest.raises(BadInput, match=f"columns: .*{said}"):
+        JsonColumns(raw)
+
+
+def test_columns_arrive_at_a_reward_as_they_were_sent():
+    raw = ' {"a": "\\ud800é", "n": [1, 2.5, null, 1e400]}'.encode()
+    prompt = Prompt("p", "", "", (), columns=JsonColumns(raw))
+    arrived, _ = score_arguments(make_score_call(prompt, (), text_only=False), lambda ids: "")
+    assert arrived.columns == dict(prompt.columns) == {"a": "\ud800é", "n": [1, 2.5, None, float("inf")]}
