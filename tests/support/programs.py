@@ -96,6 +96,24 @@ async def endless(prompt, chat):
         chat.append([7])
 
 
+async def greedy(prompt, chat):
+    """Asks for more than is left."""
+    await chat.complete(max_new_tokens=2)
+    await chat.complete(stop="x", max_new_tokens=10**6)
+
+
+async def prefilled(prompt, chat):
+    """`doubling` after a token that begins the answer."""
+    chat.append([7])
+    return await doubling(prompt, chat)
+
+
+async def partly_scored(prompt, chat):
+    """Leaves the score of every response with an even number of tokens to the reward function."""
+    turn = await chat.complete()
+    return 0.25 if len(turn.token_ids) % 2 else None
+
+
 async def misbehaves(prompt, chat):
     """As its prompt says."""
     turn = await chat.complete(max_new_tokens=2)

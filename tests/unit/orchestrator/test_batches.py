@@ -35,10 +35,12 @@ PROMPTS = [Prompt(f"p{n}", str(n), "", (1, n)) for n in range(10)]
 
 
 class Producer:
-    """Samples nothing until it may, and tries prompts one after the other; every third one has unequal scores."""
+    """Samples nothing until it may, and tries prompts `at_once`, of which the last ends first; every third one has
+    unequal scores."""
 
-    def __init__(self, unequal=lambda prompt: int(prompt.problem) % 3 == 0):
+    def __init__(self, unequal=lambda prompt: int(prompt.problem) % 3 == 0, at_once=1):
         self.unequal = unequal
+        self.at_once = at_once
         self.may = asyncio.Event()
         self.given = []
         self.tried = []
@@ -54,13 +56,14 @@ class Producer:
     async def run_until(self, step, prompts, put, selection):
         number = 0
         while not selection.complete:
-            epoch, prompt = next(prompts)
-            self.tried.append((step, epoch, prompt.id))
-            made = numbered_group(number, step)
-            scores = (Score(1.0), Score(0.0 if self.unequal(prompt) else 1.0))
-            await put(pack_group(replace(made, prompt=prompt, responses=made.responses * 2, scores=scores)))
-            await asyncio.sleep(0)
-            number += 1
+            begun = [next(prompts) for _ in range(self.at_once)]
+            self.tried += [(step, epoch, prompt.id) for epoch, prompt in begun]
+            for later, (_, prompt) in reversed(list(enumerate(begun))):
+                made = numbered_group(number + later, step)
+                scores = (Score(1.0), Score(0.0 if self.unequal(prompt) else 1.0))
+                await put(pack_group(replace(made, prompt=prompt, responses=made.responses * 2, scores=scores)))
+                await asyncio.sleep(0)
+            number += self.at_once
 
 
 @pytest.fixture
@@ -120,6 +123,15 @@ async def test_each_batch_begins_where_the_one_before_it_ended_over_epochs_and_o
     later = await generate(resumed, range(2, 4))
     assert resumed.service.producer.tried == [one for one in tried if one[0] >= 2]
     assert [step.next_position for step in later] == [step.next_position for step in steps[2:]]
+
+
+async def test_the_reward_of_all_that_were_tried_is_over_the_prompts_of_the_batch(made):
+    """Not over those that another batch tries again, which were done sooner."""
+    plane = await made(producer=Producer(at_once=10), **SELECTED)
+    (step,) = await generate(plane, range(1))
+    assert step.prompts_used < 10
+    assert step.reward_tried == pytest.approx((step.prompts_used - 2 + 2 * 0.5) / step.prompts_used)
+    assert step.reward_tried != pytest.approx((6 + 4 * 0.5) / 10)
 
 
 async def test_a_batch_that_finds_too_few_fails_and_the_next_one_does_not_begin(made):

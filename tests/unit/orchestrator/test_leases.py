@@ -147,6 +147,9 @@ def test_a_consumer_that_asks_ahead_is_not_given_again_what_it_has_at_work(table
     assert {*first.indices, *ahead.indices} == {0, 1}
     assert table.lease_window(TRAIN, 3, 0, 1, consumer="one", now=3 * LEASE_S, ahead=True) is None
     assert table.lease_window(TRAIN, 3, 0, 1, consumer="one", now=3 * LEASE_S).indices == first.indices, "it began anew"
+    table.expire(TRAIN)
+    again = table.lease_window(TRAIN, 3, 0, 1, consumer="one", ahead=True)
+    assert again.indices in (first.indices, ahead.indices), "the process of this name that had them at work is gone"
 
 
 def test_a_consumer_gets_the_columns_that_it_asks_for_of_those_that_its_stage_needs(table):

@@ -148,6 +148,8 @@ def test_windows_get_smaller_towards_the_end_so_that_the_units_end_together():
     # the budget holds
     assert sizes(arrived(40, 40, replica_groups=2), 2, 30) == [6, 6, 6, 5, 4, 3, 2, 2, 1, 1, 1, 1, 1, 1]
     assert sizes(arrived(40, 40, replica_groups=1), 1, 1000) == [40]  # nobody to wait for
+    # rows of the next mini-batch are none of this one
+    assert sizes(arrived(40, 80, replica_groups=2, updates=2), 2, 1000) == [10, 7, 5, 4, 3, 2, 2, *[1] * 7]
     assert sizes(arrived(40, 40, replica_groups=2, order="prompt_order"), 2, 1000) == [40]
     assert sizes(arrived(40, 40, replica_groups=2, least=20), 2, 1000) == [10, 7, 5, 4, 4, 4, 4, 2]
 

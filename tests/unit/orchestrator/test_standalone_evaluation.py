@@ -2,22 +2,25 @@
 
 import asyncio
 import shutil
+from contextlib import AsyncExitStack
 
 import aiohttp
 import pytest
 
 from engine.config import Config
-from engine.errors import BadInput, ProcessDied
+from engine.errors import BadInput, ProcessDied, WeightSyncError
 from engine.model.shape import content_hash
 from engine.orchestrator.pool.pool import Pool
+from engine.orchestrator.publish.probe import make_probe
 from engine.orchestrator.run_events import RunEvents
-from engine.orchestrator.standalone_evaluation import EvaluationProgress, evaluate_model
+from engine.orchestrator.standalone_evaluation import EvaluatedWeights, EvaluationProgress, evaluate_model
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.run.progress import Progress
 from engine.wire.access_token import TOKEN_FILE, authorization_headers
 from engine.wire.address import ADDRESS_FILE
 from engine.wire.rollout_messages import ROLLOUT_PROTOCOL
+from support.pool_world import World
 from support.scripted import Scripted, until
 
 PLACES = 8
@@ -104,6 +107,22 @@ async def test_ones_that_join_evaluate_once_they_have_proved_their_weights_and_n
     assert not list(folder.logs.glob("instance-*"))
     assert not address.exists()
     assert not (folder.path / ADDRESS_FILE).exists()  # where the instances of the training look
+
+
+async def test_ones_that_join_may_differ_by_what_instances_of_the_same_weights_do(tmp_path):
+    """In bf16 by a mean of 0.06: three times the least that is always allowed, and not 0.3 as from a trainer."""
+    async with AsyncExitStack() as stack:
+        w = World(tmp_path, stack, synced=False, instances=0)
+        weights = EvaluatedWeights(w.pool, make_probe(vocabulary=61, count=8, max_context=64, dtype="bfloat16"))
+        for name, apart in (("one", 0.0), ("two", 0.05), ("three", 0.1)):
+            scripted, instance = await w.join(name)
+            scripted.probed = [-1.0 - apart] * 7
+            if name == "three":
+                with pytest.raises(WeightSyncError, match=r"three does not .* mean difference 0\.1, limit 0\.06"):
+                    await weights.check(instance)
+            else:
+                await weights.check(instance)
+        await w.pool.close()
 
 
 def test_none_that_joins_is_said_within_its_deadline(world, tiny_model):

@@ -71,6 +71,21 @@ async def connect():
         await client.close()
 
 
+async def test_calls_of_two_turns_have_their_own_ids(connect, tokenizer):
+    """By which an agent keeps their results."""
+    call = tokenizer.encode('<tool_call>{"name": "add"}</tool_call><|im_end|>')
+    chat, _ = begin_chat(tokenizer, "<|im_start|>", [call, call])
+    said = [USER]
+    made = []
+    async with chat.openai() as (base_url, key):
+        for _ in range(2):
+            answer = await connect(base_url, key).chat.completions.create(model="policy", messages=said, tools=TOOLS)
+            message = answer.choices[0].message
+            made += [one.id for one in message.tool_calls]
+            said += [message, {"role": "tool", "tool_call_id": made[-1], "content": "2"}]
+    assert len(set(made)) == 2
+
+
 async def test_a_request_is_a_turn_and_what_was_sampled_is_never_tokenized_again(connect, tokenizer):
     """What the agent repeats has other tokens than what was sampled: a space less, and no half character."""
     call = 'So <tool_call>{"name":  "add", "arguments": {"a": 1}}</tool_call><|im_end|>'

@@ -79,11 +79,14 @@ async def test_a_group_counts_once_a_good_response_resets_the_count_and_the_thir
         for times in (1, 1, 2, 3):  # the good response between the first two forgets the first
             if times == 1:
                 one.record_success()
-            for failures in range(3):
-                assert one.failures == failures
-                async with w.pool.borrow() as place:
-                    for _ in range(4):
-                        w.pool.record_failure(place, InstanceFault("500"))
+            async with w.pool.borrow() as late:
+                for failures in range(3):
+                    assert one.failures == failures
+                    async with w.pool.borrow() as place:
+                        for _ in range(4):
+                            w.pool.record_failure(place, InstanceFault("500"))
+                if times < 3:
+                    w.pool.record_failure(late, InstanceFault("ended with it"))  # by the pool: no failure of its own
             assert (one.state, one.failures) == ("gone" if times == 3 else "out", 0 if times < 3 else one.failures)
             if times < 3:
                 one.wait_for_weights()

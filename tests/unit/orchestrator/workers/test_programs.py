@@ -30,10 +30,12 @@ from support.runs import ROOT, wait_for
 from support.scripted import Scores, tokens_of
 
 FILE = f"{ROOT}/tests/support/programs.py"
+STOPS = [50]
+"""Tokens of rollout.stop. No instance samples them."""
 
 
 @asynccontextmanager
-async def world(folder, tiny_model, program, reward=None, group_size=4, room=16, **rollout):
+async def world(folder, tiny_model, program, reward=None, group_size=4, room=16, verifier=None, **rollout):
     """A world whose producer runs a program; its responses have up to `room` tokens."""
     rollout = {"program": program if ":" in program else f"{FILE}:{program}", **rollout}
     async with AsyncExitStack() as stack:
@@ -44,8 +46,10 @@ async def world(folder, tiny_model, program, reward=None, group_size=4, room=16,
         await programs.start(Tokenizer(tiny_model).for_verifiers)
         made.producer = Producer(
             pool=made.pool,
-            verifier=Scores(),
-            sampling=replace(made.producer._sampling, max_new_tokens=room, vocabulary=50_000),
+            verifier=verifier or Scores(),
+            sampling=replace(
+                made.producer._sampling, max_new_tokens=room, vocabulary=50_000, stop_token_ids=tuple(STOPS)
+            ),
             group_size=group_size,
             seed=0,
             trace=made.trace,
@@ -80,6 +84,7 @@ async def test_every_turn_continues_the_sampled_tokens_and_what_was_appended_is_
             assert list(map(int, response.loss_mask)) == mask
             assert [p for p, m in zip(response.logprobs, mask, strict=True) if not m] == [0.0] * mask.count(0)
             assert len(response.versions) == 1
+            assert response.finish_reason == "stop"  # the limit of a turn is none of the response
             score = group.scores[number]
             assert score.value == value
             assert score.metrics["episode/turns"] == 2
@@ -103,6 +108,57 @@ async def test_a_response_begins_again_when_new_weights_come_between_two_turns(t
     assert w.groups[0].responses[0].versions == ((0, 2),)
     assert asked[:2] == asked[2:]  # with the same seeds
     assert len(asked) == 4
+
+
+@pytest.mark.parametrize(
+    ("program", "versions"),
+    [
+        ("doubling", ((0, 0), (1, 1), (6, 2))),
+        ("prefilled", ((0, 0), (2, 1), (7, 2))),  # what stands before the first turn has the turn's version
+    ],
+)
+async def test_each_token_keeps_the_version_that_it_was_sampled_under(
+    tmp_path, tiny_model, monkeypatch, program, versions
+):
+    """New weights may come within a turn: here after the first token of each."""
+    async with world(tmp_path, tiny_model, program, group_size=1) as w:
+
+        def answer(*_):
+            w.instance.version += 1
+            return [5, 6]
+
+        def spoil(reply):
+            last = w.instance.version
+            return reply | {"weight_versions": [[0, last - 1], [1, last]]}
+
+        monkeypatch.setattr(scripted, "tokens_of", answer)
+        w.instance.spoil = spoil
+        await w.run(PROMPTS[:1])
+    response = w.groups[0].responses[0]
+    assert list(response.token_ids)[-7:] == [5, 6, *b"[2]", 5, 6]
+    assert response.versions == versions
+
+
+@pytest.mark.parametrize(("room", "context"), [(16, 64), (64, 16)])
+async def test_a_turn_may_have_what_is_left_of_the_response_and_of_the_context(tmp_path, tiny_model, room, context):
+    """And ends at rollout.stop besides its own."""
+    limits = {"max_new_tokens": 8, "max_context": context}
+    async with world(tmp_path, tiny_model, "greedy", group_size=1, room=room, **limits) as w:
+        await w.run(PROMPTS[:1])
+    first, last = w.instance.asked
+    assert (first["max_tokens"], first["stop_token_ids"]) == (2, STOPS)
+    assert last["stop_token_ids"] == [*STOPS, ord("x")]
+    assert len(last["prompt"]) + last["max_tokens"] == min(len(PROMPTS[0].token_ids) + room, context)
+
+
+@pytest.mark.parametrize("per_response", [True, False])
+async def test_the_reward_scores_the_responses_that_the_program_does_not(tmp_path, tiny_model, per_response):
+    async with world(tmp_path, tiny_model, "partly_scored", verifier=Scores(per_response)) as w:
+        await w.run()
+    counts = [len(response.token_ids) for group in w.groups for response in group.responses]
+    scores = [score.value for group in w.groups for score in group.scores]
+    assert scores == [0.25 if count % 2 else float(count) for count in counts]
+    assert any({0.25} < {score.value for score in group.scores} for group in w.groups)
 
 
 async def test_a_program_of_one_turn_gives_the_responses_and_scores_of_no_program(tmp_path, tiny_model):
@@ -155,7 +211,7 @@ async def test_programs_whose_process_dies_begin_again_once_and_their_next_proce
     monkeypatch.setenv("METRONOME_TEST_MARKS", str(tmp_path))
     async with lenient(tmp_path, tiny_model, program_timeout_s=2.0) as w:
         once = await scores_of(w, "die once", "die once#2", "well", "well#2")
-        assert {one.status for one in once.values()} == {"ok"}
+        assert {(one.status, one.metrics["episode/turns"]) for one in once.values()} == {("ok", 1.0)}
         assert "two processes died of it" in (await scores_of(w, "die"))["die"].detail
         monkeypatch.setattr(program_pool, "STOP_S", 0.5)
         hung = await scores_of(w, "hang", "raise")
