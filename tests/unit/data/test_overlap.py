@@ -37,6 +37,7 @@ DRAWING = '[asy] draw((0,0)--(1.5,7)--cycle); label("$A$", (3,4), N); [/asy]'
     [
         (COPY, ["What is 1 + 1?", AIME], True),
         (f"{AIME} Give the answer as a single positive whole number.", [AIME], True),
+        (f"{AIME} This was asked in 1983.", [AIME], True),  # a number more is not another number
         (DICE, [ANGLES], False),  # they share a phrase that many problems share
         (EDITED, [AIME], True),
         (EDITED, [AIME] * 32, True),  # however often it stands there, it is no phrase

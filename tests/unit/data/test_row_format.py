@@ -43,6 +43,7 @@ CHAT = ["data.prompt_template=chat"]
 FORMATS = {
     "deepscaler": ({"problem": "1+1=", "answer": "2", "solution": "so \\boxed{3}"}, [ASKED]),
     "solution": ({"problem": "1+1=", "answer": "", "solution": "so \\boxed{2}"}, [ASKED]),
+    "empty-problem": ({"problem": "", "question": "1+1=", "answer": "2"}, [ASKED]),
     "gsm8k": ({"question": "1+1=", "answer": "One and one, <<1+1=2>>2\n#### 2"}, [ASKED]),
     "trl": ({"prompt": [ASKED], "ground_truth": "2", "kind": "sum"}, [ASKED]),
     "trl-text": ({"prompt": "1+1=", "solution": "2"}, [ASKED]),
@@ -262,8 +263,10 @@ def test_messages_need_the_chat_template(write):
         encode(config(write(VERL)))
 
 
-def test_system_instruction_and_variables_are_in_training_and_evaluation(write, tmp_path):
-    rows = [{"problem": "1+1=", "answer": "2"}, {"prompt": [SYSTEM, {**ASKED, "content": "2+2="}], "answer": "4"}]
+@pytest.mark.parametrize("role", ["system", "developer"])
+def test_system_instruction_and_variables_are_in_training_and_evaluation(write, tmp_path, role):
+    own = {**SYSTEM, "role": role}
+    rows = [{"problem": "1+1=", "answer": "2"}, {"prompt": [own, {**ASKED, "content": "2+2="}], "answer": "4"}]
     path = write(*rows)
     model = shutil.copytree(MODEL, tmp_path / "model")
     with (model / "chat_template.jinja").open("a") as template:
@@ -278,7 +281,7 @@ def test_system_instruction_and_variables_are_in_training_and_evaluation(write, 
     asked = [{"role": "user", "content": f"{text}\nUse \\boxed{{}}."} for text in ("1+1=", "2+2=")]
     system = {"role": "system", "content": "You add."}
     assert one.token_ids == rendered([system, asked[0]], model, enable_thinking=False)
-    assert other.token_ids == rendered([SYSTEM, asked[1]], model, enable_thinking=False)
+    assert other.token_ids == rendered([own, asked[1]], model, enable_thinking=False)
     assert one.text.endswith("<think></think>")
     (benchmark,) = encode_benchmarks(made, read_benchmarks(made), Tokenizer(model))
     assert benchmark.prompts == (one, other)

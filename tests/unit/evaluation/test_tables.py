@@ -8,11 +8,12 @@ import pytest
 from engine.config import Config
 from engine.evaluation.benchmarks import EncodedBenchmark
 from engine.evaluation.results import Subject, record_evaluation
-from engine.evaluation.tables import evaluation_protocol, protocol_differences
+from engine.evaluation.tables import evaluation_protocol, protocol_differences, scores_by_version
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.types import Prompt, Score
 from support.groups import numbered_group
+from support.run_folders import EVALUATION, add_line
 
 
 def prompts(*names):
@@ -72,6 +73,25 @@ def recorded(tmp_path):
         return asyncio.run(row), folder
 
     return of
+
+
+def test_the_scores_of_versions_are_of_evaluations_made_as_the_newest_of_the_run(tmp_path):
+    """checkpoint.keep_best compares these: not those of another benchmark, another protocol or another model."""
+    folder = RunFolder(tmp_path / "run")
+    folder.path.mkdir()
+    base = EVALUATION["model"]
+    own = str(folder.policy)
+    for version, value, model, how, in_run in (
+        (0, 0.5, base, {}, True),
+        (1, 0.9, own, {"benchmark": "other"}, False),
+        (2, 0.8, own, {"temperature": 0.1}, False),
+        (3, 0.7, own, {}, False),
+        (4, 0.6, "another", {}, False),
+        (5, 0.4, base, {}, True),
+    ):
+        row = {"weight_version": version, "avg_at_k": value, "model": model, "in_run": in_run}
+        add_line(folder.evaluations, **EVALUATION | row | {"protocol": EVALUATION["protocol"] | how})
+    assert scores_by_version(folder) == {0: 0.5, 3: 0.7, 5: 0.4}
 
 
 def test_a_response_that_max_new_tokens_cut_is_not_one_that_the_context_cut(recorded):

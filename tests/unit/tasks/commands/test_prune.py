@@ -113,12 +113,14 @@ def test_what_can_go_is_listed_and_goes_when_it_is_asked(run, tmp_path):
     assert "nothing can go" in prune([run.path], keep_steps=8, records=False, apply=True)
 
 
-@pytest.mark.parametrize("finished", [True, False])
-def test_a_record_goes_if_it_is_asked_and_no_resume_needs_it(run, finished):
-    if not finished:
+@pytest.mark.parametrize(("has_policy", "steps"), [(True, STEPS), (False, STEPS), (True, STEPS + 2)])
+def test_a_record_goes_if_it_is_asked_and_no_resume_needs_it(run, has_policy, steps):
+    if not has_policy:
         run.policy.rmdir()
+    config = run.read_config()
+    dump_config(config.model_copy(update={"train": Train(steps=steps)}), run.config)
     prune([run.path], keep_steps=8, records=True, apply=True)
-    assert (run.path / "record.msgpack").exists() != finished
+    assert (run.path / "record.msgpack").exists() == (not has_policy or steps > STEPS)
 
 
 def test_an_exported_policy_stays_if_its_checkpoint_is_gone_or_a_run_started_from_it(run, tmp_path):

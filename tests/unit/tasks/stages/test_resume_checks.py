@@ -19,7 +19,7 @@ from engine.run.run_file import read_run
 from support.run_folders import a_checkpoint
 from support.runs import config_of
 from tasks.stages.prepare import encode_data
-from tasks.stages.resume_checks import _check_prompts
+from tasks.stages.resume_checks import _check_prompts, check_resume
 
 LAST_YEAR = datetime(2025, 12, 31, tzinfo=UTC)
 TEMPLATE = "Today Date: {{ strftime_now('%d %b %Y') }}\n{{ messages[0]['content'] }}<think>"
@@ -98,6 +98,14 @@ def test_figures_of_the_prompts_are_of_the_runs_day(config, model, monkeypatch):
     plain = config.data.model_copy(update={"prompt_template": "{problem}"})
     encode_data(config.model_copy(update={"data": plain}), model)
     assert asked == [LAST_YEAR, None]  # without a chat template the day is no part of the cache's key
+
+
+def test_a_resume_is_compared_with_the_runs_own_checkpoint_where_others_publish_too(config, model, capsys):
+    for step, run in ((2, read_run(config.folder).id), (9, "of-another-run")):
+        a_checkpoint(model.parent / "place" / config.run.name, step, run, config=config)
+    with pytest.raises(BadInput, match="--resume: "):
+        check_resume(config)
+    assert "with those of the checkpoint after 2 steps" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("change", ["template", "tokenizer", "column"])

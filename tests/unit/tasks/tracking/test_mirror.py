@@ -280,13 +280,13 @@ def test_two_processes_that_mirror_the_same_evaluations_leave_each_once(config):
     """The same step twice, with other settings; the table of the second was deleted while MLflow was away."""
     (config.folder / "evaluations").mkdir(parents=True)
     append_line(config.folder / EVALUATION["table"], {"prompt_id": "x", "mean": 0.5})
-    for value, table in ((0.25, "a"), (0.5, "b")):
+    for value, table in ((0.25, "a"), (0.5, "b"), (0.5, "c")):
         row = EVALUATION | {"avg_at_k": value, "table": f"evaluations/{table}.jsonl"}
         add_line(config.folder / "evaluations.jsonl", **row)
     with tracked_run.track_run(config) as run_id:
         for _ in range(2):
             evaluations.log_finished(config)
-    assert sorted(history(run_id, "sums/avg_at_k")) == [(0, 0.25), (0, 0.5)]
+    assert sorted(history(run_id, "sums/avg_at_k")) == [(0, 0.25), (0, 0.5), (0, 0.5)]
     assert [one.path for one in mlflow.MlflowClient().list_artifacts(run_id, "evaluations")] == [EVALUATION["table"]]
 
 

@@ -320,6 +320,8 @@ def test_the_columns_of_gacs_table_3_count_from_step_50():
     assert found.mean == pytest.approx((45 * 0.06 + 11 * 0.2) / 101)
     assert (found.p90, found.share, found.low) == (0.2, 90 / 101, 0.1)
     assert run_figures.gradient_alignment(controlled([0.5] * 9).steps) is None
+    tenths = [{"step": step, "grad_cosine": step / 10} for step in range(10)]
+    assert run_figures.gradient_alignment(tenths).p90 == 0.8  # nine of ten are at most that
     own = run_figures.gradient_alignment(controlled([0.5] * 61, [0.4, -0.6] * 30).steps, "auto")
     assert own.low == pytest.approx(0.6)  # the mean of the first ten plus their standard deviation
     columns, rows = page.summary_table([run, controlled([0.5] * 9)])
