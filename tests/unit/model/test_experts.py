@@ -1,5 +1,7 @@
 """The product of all experts at once: equal to one expert after the other, values and gradients."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -80,6 +82,14 @@ def test_bfloat16_stays_near_fp32(sizes):
         found.append([out, *torch.autograd.grad(out, (x, weights), above.to(dtype))])
     for exact, near in zip(*found, strict=True):
         torch.testing.assert_close(near.float(), exact, rtol=0.02, atol=0.15)
+
+
+@pytest.mark.parametrize(("tensor", "expert", "reduced"), [(1, 1, True), (2, 1, False), (1, 2, False), (2, 2, False)])
+def test_experts_are_reduced_like_attention_only_where_neither_is_split(tensor, expert, reduced):
+    config = SimpleNamespace(
+        expert_model_parallel_size=expert, tensor_model_parallel_size=tensor, params_dtype=torch.float32
+    )
+    assert experts._weights(config, 2, 4, 3).allreduce == reduced
 
 
 def test_only_kernels_of_a_platform_are_used():

@@ -1,7 +1,10 @@
+import shutil
+
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput
 from engine.instance.embedded.cache import KeyValueCache
 from engine.instance.embedded.rollout_model import RolloutModel
@@ -72,8 +75,24 @@ def test_prefill_and_decode_give_the_logits_of_transformers(tmp_path, kind, sett
         torch.testing.assert_close(logits, truth[range(3), at], **close)
 
 
-def test_stop_ids_come_from_the_generation_config(tmp_path):
-    assert RolloutModel(save(tmp_path, eos_token_id=[1, 9]), 16).stop_ids == {1, 9}
+@torch.no_grad()
+def test_a_long_turn_after_others_gives_the_logits_of_transformers(tmp_path):
+    """What a tool answers may have more tokens than are attended to at a time (QUERIES)."""
+    folder = save(tmp_path, "qwen3", tie_word_embeddings=True, head_dim=16)
+    model = RolloutModel(folder, 320)
+    tokens = torch.randint(0, VOCABULARY, (300,))
+    first = model.prefill([(tokens[:40].tolist(), None)])[0]
+    rest = model.prefill([(tokens[40:].tolist(), first)])[0]
+    truth = reference(folder)(tokens[None]).logits[0, -1]
+    torch.testing.assert_close(rest.logits, truth, atol=1e-4, rtol=0)
+
+
+def test_stop_ids_are_those_of_the_generation_config_and_the_tokenizers(tmp_path, tiny_model):
+    folder = save(tmp_path, eos_token_id=[1, 9])
+    assert RolloutModel(folder, 16).stop_ids == {1, 9}
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(tiny_model / file, folder)
+    assert RolloutModel(folder, 16).stop_ids == {1, 9, Tokenizer(tiny_model).hf.eos_token_id}
 
 
 @pytest.mark.parametrize(
