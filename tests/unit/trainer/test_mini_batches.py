@@ -8,6 +8,7 @@ import torch
 
 from engine.config import Config
 from engine.errors import BadInput
+from engine.types import Score
 from support.policies import a_group, a_policy
 
 pytestmark = pytest.mark.usefixtures("megatron")
@@ -24,15 +25,17 @@ PLAIN = {
 BATCH_SCOPE = {
     "algorithm__loss": "m2po",
     "algorithm__old_policy": "rollout",
-    "algorithm__m2po__threshold": 0.3,
+    "algorithm__m2po__threshold": 0.2,
     "train__mode": "sync",
 }
 """With this threshold some of an update's outward tokens are masked, and others are not."""
 
 
 def batch():
-    """Four groups, two for each of two updates."""
-    return [replace(a_group(index=index, seed=index), mini_batch=index // 2) for index in range(4)]
+    """Four groups, two for each of two updates. The second two have more tokens, and the last one equal scores."""
+    lengths = [(7, 3, 12, 5), (7, 3, 12, 5), (9, 8, 2, 14), (6, 11, 1, 10)]
+    groups = [replace(a_group(lengths[at], index=at, seed=at), mini_batch=at // 2) for at in range(4)]
+    return [*groups[:3], replace(groups[3], scores=(Score(0.5),) * 4)]
 
 
 def alone(groups):
@@ -117,7 +120,7 @@ def test_figures_are_over_all_updates(settings):
     policy = a_policy(settings, train__updates=2, **(PLAIN | {"algorithm__old_policy": "rollout"}))
     step_of(policy, [groups[:2], groups[2:]], 2)
     figures = policy.figures()
-    assert figures["trained_tokens"] == sum(9 * 4 + 27 for _ in groups)
+    assert figures["trained_tokens"] == 4 * 9 * 4 + 27 + 27 + 33 + 28
     losses = [loss / 8 for loss in policy.metrics.losses]
     assert losses[0] != losses[1]
     assert figures["loss"] == pytest.approx(sum(losses) / 2)
@@ -130,6 +133,7 @@ def test_each_update_of_a_step_is_reduced_decided_and_made_in_turn(settings, mon
     """The old policy gets the weights from before the update, and nothing has moved while a user's control may fail."""
     policy = a_policy(settings, train__updates=2, **PLAIN)
     calls = []
+    norms = []
 
     def note(owner, name):
         real = getattr(owner, name)
@@ -138,7 +142,10 @@ def test_each_update_of_a_step_is_reduced_decided_and_made_in_turn(settings, mon
             calls.append(name)
             if (name, calls.count(name)) == (failing, at):
                 raise BadInput("a mistake of the user's")
-            return real(*arguments)
+            found = real(*arguments)
+            if name == "step_optimizer":
+                norms.append(found[0])
+            return found
 
         monkeypatch.setattr(owner, name, noted)
 
@@ -160,6 +167,8 @@ def test_each_update_of_a_step_is_reduced_decided_and_made_in_turn(settings, mon
     assert calls == whole
     assert policy.has_moved
     assert figures.keys() == {"update_s", "grad_norm", "learning_rate"}
+    assert norms[0] != norms[1]
+    assert figures["grad_norm"] == pytest.approx(sum(norms) / 2)
     policy.start_step()
     assert not policy.has_moved
 
