@@ -96,6 +96,14 @@ def test_the_fingerprint_is_of_the_prompts_tokens(tokens):
     assert fingerprint(*tokens) != fingerprint((1, 2), (3,)) == fingerprint([1, 2], (3,))
 
 
+def test_the_fingerprint_is_of_the_columns_that_a_reward_reads():
+    def fingerprint(columns):
+        return PromptLoader([Prompt("id", "", "", (1,), columns)], 0, 1).fingerprint
+
+    found = [fingerprint(columns) for columns in ({}, {"a": 1, "b": 2}, {"a": 1, "b": "2"}, {"b": 2, "a": 1})]
+    assert (len(set(found)), found[1]) == (3, found[3])
+
+
 def test_the_fingerprint_tells_a_prompts_tokens_from_the_next_prompt():
     name = int.from_bytes(b"abc\0", "little")
     two = [Prompt("x", "", "", (1,)), Prompt("abc", "", "", (2,))]

@@ -23,7 +23,13 @@ def prompts(*names):
 def test_the_same_problems_are_comparable_in_any_order_and_others_are_not():
     one = evaluation_protocol(Config(), "mine", prompts("a", "b", "c"))
     assert protocol_differences(one, evaluation_protocol(Config(), "mine", prompts("c", "a", "b"))) == []
-    for others in (prompts("a", "b"), prompts("a", "b", "d"), prompts("a", "b", "c", "c")):
+    with_column = Prompt("c", "", "", (1,), {"level": 2})
+    for others in (
+        prompts("a", "b"),
+        prompts("a", "b", "d"),
+        prompts("a", "b", "c", "c"),
+        (*prompts("a", "b"), with_column),
+    ):
         assert [key.split()[0] for key in protocol_differences(one, evaluation_protocol(Config(), "mine", others))] == [
             "problems_hash"
         ]
@@ -109,9 +115,15 @@ def test_pass_at_k_counts_whole_scores_and_the_metrics_of_the_scores_have_means(
     assert [one.get("reward/form") for one in problem["responses"]] == [0.25, None, None, 0.75]
 
 
+def test_a_metric_of_an_excluded_response_is_in_no_mean(recorded):
+    scores = (Score(1.0, metrics={"form": 0.5}), Score(0.0, excluded=True, metrics={"form": 9.0}))
+    assert recorded(0, scores=scores)[0]["reward/form"] == 0.5
+
+
 def test_an_evaluation_is_compared_with_the_first_one_whose_table_is_there(recorded):
     first, folder = recorded(0)
     assert "against" not in first
+    assert "against" not in recorded(0)[0]  # nor with its own policy
     assert recorded(1)[0]["against"]["weight_version"] == 0
     assert recorded(2)[0]["against"]["weight_version"] == 0
     (folder.path / first["table"]).unlink()

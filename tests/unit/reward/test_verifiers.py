@@ -66,6 +66,11 @@ def test_math_takes_the_last_box_or_the_final_expression(answer, text, value):
     assert math(prompt(answer), response(text)).value == value
 
 
+def test_of_a_long_response_without_a_box_the_end_is_read():
+    text = f"There were 7 apples. {'We eat some of them, one by one. ' * 100} So there are 5 left."
+    assert [math(prompt(answer), response(text)).value for answer in ("5", "7")] == [1.0, 0.0]
+
+
 @pytest.mark.parametrize(
     ("text", "content"),
     [

@@ -42,6 +42,16 @@ def test_each_group_gets_its_row_of_the_batchs_advantages_also_over_the_wire(nam
         assert torch.equal(GroupAdvantages(advantage=name).advantages(there), whole[group.index])
 
 
+@pytest.mark.parametrize("name", OF_BATCH)
+def test_the_batchs_advantages_are_of_rewards_less_the_penalty_of_long_responses(name):
+    penalty = 0.5 * torch.tensor(((0.5, 0.0, 0.25), (0.25, 0.25, 0.75), (0.0, 1.0, 0.0)))  # from 2 to 5 of 5 tokens
+    whole = ADVANTAGES[name](torch.tensor(REWARDS) - penalty, torch.tensor(LENGTHS, dtype=torch.float32))
+    group_advantages = GroupAdvantages(advantage=name, longest=5, overlong_buffer=4, overlong_penalty=0.5)
+    for group in groups():
+        there = replace(group, batch=BatchScores(REWARDS, LENGTHS))
+        assert group_advantages.advantages(there).tolist() == pytest.approx(whole[group.index].tolist(), abs=1e-6)
+
+
 def with_excluded(group, numbers, value):
     """The group, these of its responses excluded; `value`: what they would have scored."""
     scores = [replace(s, value=value, excluded=True) if n in numbers else s for n, s in enumerate(group.scores)]

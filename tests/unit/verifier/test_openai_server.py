@@ -22,7 +22,7 @@ TEMPLATE = """{%- if tools %}<|im_start|>tools
 {% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
 {{ message.content }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+{% endif %}{% if enable_thinking is false %}<think></think>{% endif %}"""
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 USER = {"role": "user", "content": "1+1="}
 
@@ -33,10 +33,12 @@ class Orchestrator:
     def __init__(self, turns):
         self.turns = list(turns)
         self.appended = []
+        self.limits = []
         self.chat = None
 
     def send(self, asked):
         self.appended.append(list(open_ids(asked.appended)))
+        self.limits.append(asked.max_new_tokens)
         turn = self.turns.pop(0) if self.turns else []
         sampled = TurnSampled(asked.number, pack_ids(turn), "stop")
         asyncio.get_running_loop().call_later(0.05, self.chat.receive_turn, sampled)
@@ -69,6 +71,18 @@ async def connect():
     yield begin
     for client in clients:
         await client.close()
+
+
+async def test_the_limit_and_the_variables_of_a_request_are_those_of_its_turn(connect, tokenizer):
+    chat, orchestrator = begin_chat(tokenizer, "<|im_start|>", [tokenizer.encode("2")] * 2)
+    async with chat.openai() as (base_url, key):
+        ask = connect(base_url, key).chat.completions.create
+        quick = {"chat_template_kwargs": {"enable_thinking": False}}
+        first = await ask(model="policy", messages=[USER], max_completion_tokens=5, extra_body=quick)
+        await ask(model="policy", messages=[USER, first.choices[0].message, USER], max_tokens=7)
+    assert orchestrator.limits == [5, 7]
+    texts = list(map(tokenizer.hf.decode, orchestrator.appended))
+    assert [text.endswith("<think></think>") for text in texts] == [True, False]
 
 
 async def test_calls_of_two_turns_have_their_own_ids(connect, tokenizer):

@@ -44,6 +44,8 @@ def test_trl_gets_lists_with_an_entry_per_response_and_only_what_it_takes(load):
     assert found["kwargs"]["prompt_ids"] == [[5, 6]] * 2
     reward = load("def f(completions, answer): return [c == a for c, a in zip(completions, answer)]")
     assert reward.call(prompt(answer="2"), [response("2"), response("3")]) == [True, False]
+    reward = load("def f(completions, answer): return answer")
+    assert reward.call(prompt(answer=[2, 3]), [response()]) == [[2, 3]]  # the data's, not its text
 
 
 def test_trl_gets_messages_where_the_prompt_is_a_conversation(load):

@@ -25,6 +25,13 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
         return float('nan')
     return {'score': 0.5, 'acc': 1.0}
 
+def pleased(prompt, responses):
+    return [Score(1.0, correct=True) for _ in responses]
+
+def second(prompt, responses):
+    found = {'late': Score(0.0, 'timeout'), 'left out': Score(1.0, excluded=True), 'wrong': Score(1.0, correct=False)}
+    return [found.get(one.text, 1.0) for one in responses]
+
 def twice(prompt, responses):
     return [{'score': 1.0, 'right': 1.0} for _ in responses]
 """
@@ -72,6 +79,17 @@ async def test_a_response_to_which_no_function_applies_is_excluded(file):
     async with VerifierPool(Reward(function=f"{file}:longest")) as pool:
         found = await pool.score(PROMPT, [response("none"), response("two")])
         assert [(score.value, score.excluded) for score in found] == [(0.0, True), (3.0, False)]
+
+
+async def test_what_one_function_says_of_a_response_the_others_do_not_outvote(file):
+    async with pool_of(f'{{function="{file}:pleased"}}', f'{{function="{file}:second"}}') as pool:
+        scores = await pool.score(PROMPT, list(map(response, ("late", "left out", "wrong", "not judged"))))
+    assert [(score.status, score.excluded, score.correct) for score in scores] == [
+        ("timeout", False, True),
+        ("ok", True, True),
+        ("ok", False, False),
+        ("ok", False, True),
+    ]
 
 
 async def test_a_metric_has_the_name_of_no_function(file):
