@@ -26,12 +26,15 @@ from tasks.tracking.code_version import code_version
 from tasks.tracking.mirror import TAG_LIMIT
 from tasks.tracking.registered_policies import CHAMPION
 from tasks.tracking.store import AWAY_S, first_line
+from tasks.tracking.tracked_run import quote_name
 
 RESULTS = "policy_evaluation-{}.json"
 """Name, by version, of the run's artifact with the protocol and the mean score of every problem, for later comparisons.
 It is stored next to `policy/`."""
 REASON = "metronome.champion"
 """Tag of a version that says why it did or did not become champion."""
+DISPLACED = "metronome.displaced"
+"""Tag of a version that became champion: the version from which it took the alias, or None."""
 
 
 def update_champion(name: str, version: str, folder: RunFolder, config: Config) -> ChampionVerdict:
@@ -55,7 +58,8 @@ def _challenge(
     client: mlflow.MlflowClient, made: ModelVersion, own: Results | None, folder: RunFolder, config: Config
 ) -> ChampionVerdict:
     """Compare a version with the champion, until that is still the champion afterwards: a run with another `run.output`
-    does not share the lock. Record the verdict."""
+    does not share the lock. Record the verdict. Once the version has the alias, compare it with those that have taken
+    it from the same champion meanwhile: a newer version keeps it only if it is better."""
     name = made.name
     version = str(made.version)
     base = base_results(folder, config, own)
@@ -67,12 +71,43 @@ def _challenge(
         verdict = _verdict(champion, own, base)
         if _holder(client, name) == holder:
             break
-    client.set_model_version_tag(name, version, REASON, verdict.reason[:TAG_LIMIT])
-    how = f"It {'became' if verdict.wins else 'did not become'} `{CHAMPION}`: {markdown_text(verdict.reason)}."
-    client.update_model_version(name, version, descriptions.of_policy(folder, config, how)[:TAG_LIMIT])
+    if verdict.wins:
+        client.set_model_version_tag(name, version, DISPLACED, str(holder))
+    _record(client, made, verdict, folder, config)
     if verdict.wins:
         client.set_registered_model_alias(name, CHAMPION, version)
+        for rival in _rivals(client, made, str(holder)):
+            older = int(rival.version) < int(version)
+            theirs = _stored_results(rival)
+            found = judge_challenge(own, theirs, f"version {rival.version}") if older else judge_challenge(theirs, own)
+            if found.wins != older:
+                reason = found.reason if older else f"version {rival.version} is {found.reason}"
+                verdict = ChampionVerdict(False, f"{reason}; both were champion for a moment", found.comparison)
+                client.set_registered_model_alias(name, CHAMPION, str(rival.version))
+                _record(client, made, verdict, folder, config)
+                break
     return verdict
+
+
+def _record(
+    client: mlflow.MlflowClient, made: ModelVersion, verdict: ChampionVerdict, folder: RunFolder, config: Config
+) -> None:
+    client.set_model_version_tag(made.name, str(made.version), REASON, verdict.reason[:TAG_LIMIT])
+    how = f"It {'became' if verdict.wins else 'did not become'} `{CHAMPION}`: {markdown_text(verdict.reason)}."
+    description = descriptions.of_policy(folder, config, how)[:TAG_LIMIT]
+    client.update_model_version(made.name, str(made.version), description)
+
+
+def _rivals(client: mlflow.MlflowClient, made: ModelVersion, displaced: str) -> list[ModelVersion]:
+    """The versions that have taken the alias from the same champion since this one was registered."""
+    found = client.search_model_versions(f"name = {quote_name(made.name)}")
+    return [
+        one
+        for one in found
+        if str(one.version) != str(made.version)
+        and one.tags.get(DISPLACED) == displaced
+        and one.last_updated_timestamp >= made.creation_timestamp
+    ]
 
 
 def describe_lineage(folder: RunFolder, config: Config) -> dict[str, str]:
@@ -152,8 +187,7 @@ def _verdict(champion: ModelVersion | None, own: Results | None, base: Results |
     if champion is None:
         return judge_first(own, base)
     try:
-        stored = mlflow.artifacts.load_dict(f"runs:/{champion.run_id}/{RESULTS.format(champion.version)}")
-        theirs = Results.of(stored)
+        theirs = _stored_results(champion)
     except (mlflow.MlflowException, OSError, BadInput) as error:
         return ChampionVerdict(
             False,
@@ -161,6 +195,10 @@ def _verdict(champion: ModelVersion | None, own: Results | None, base: Results |
             f"files are gone, give the alias {CHAMPION} to another version in MLflow",
         )
     return judge_challenge(own, theirs)
+
+
+def _stored_results(version: ModelVersion) -> Results:
+    return Results.of(mlflow.artifacts.load_dict(f"runs:/{version.run_id}/{RESULTS.format(version.version)}"))
 
 
 def _holder(client: mlflow.MlflowClient, name: str) -> str | None:
