@@ -43,6 +43,7 @@ def test_array_and_lines_give_the_same_rows(tmp_path):
         ({"problem": "p", "answer": None}, "no answer"),
         ({"problem": "p", "answer": ""}, "no answer"),
         ({"problem": "p", "answer": float("nan")}, "no answer"),
+        ({"problem": "p", "answer": "", "solution": "It is two."}, "no answer"),
         ({"problem": "p", "answer": True}, "answer is a truth value"),
         ({"problem": "p", "answer": ["1"]}, "answer is an array"),
         ({"problem": "p", "answer": {"a": 1}}, "answer is an object"),

@@ -43,7 +43,6 @@ CHAT = ["data.prompt_template=chat"]
 FORMATS = {
     "deepscaler": ({"problem": "1+1=", "answer": "2", "solution": "so \\boxed{3}"}, [ASKED]),
     "solution": ({"problem": "1+1=", "answer": "", "solution": "so \\boxed{2}"}, [ASKED]),
-    "empty-problem": ({"problem": "", "question": "1+1=", "answer": "2"}, [ASKED]),
     "gsm8k": ({"question": "1+1=", "answer": "One and one, <<1+1=2>>2\n#### 2"}, [ASKED]),
     "trl": ({"prompt": [ASKED], "ground_truth": "2", "kind": "sum"}, [ASKED]),
     "trl-text": ({"prompt": "1+1=", "solution": "2"}, [ASKED]),

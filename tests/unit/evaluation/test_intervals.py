@@ -89,6 +89,12 @@ def test_the_reward_says_which_response_is_right_or_else_its_score(score, right)
     assert is_right(score) == right
 
 
+def test_samples_of_a_problem_count_as_korn_and_graubard_say():
+    n = 4 * 0.25 / (1 / 24) * (1.959964 / 3.182446) ** 2  # of 16 samples; z and t(0.975, 3) from tables, s² = 1 / 24
+    half = 1.959964 / (1 + 1.959964**2 / n) * math.sqrt(0.25 / n + 1.959964**2 / (4 * n**2))
+    assert mean_interval([0.25, 0.5, 0.75, 0.5], 4) == pytest.approx((0.5 - half, 0.5 + half), abs=1e-6)
+
+
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40), st.integers(1, 16))
 def test_an_interval_holds_the_mean_and_shrinks_with_more_samples_only(values, samples):
     low, high = mean_interval(values, samples)

@@ -100,12 +100,6 @@ def test_an_excluded_response_has_no_weight_and_the_others_keep_theirs():
     assert not GroupAdvantages().count_tokens(with_excluded(GROUP, set(range(8)), 1.0))
 
 
-def test_excluded_scores_do_not_make_a_group_unequal():
-    group = replace(GROUP, scores=(Score(1.0),) * 8)
-    assert not GroupAdvantages().unequal(with_excluded(group, {3}, 0.0))
-    assert GroupAdvantages().unequal(with_excluded(GROUP, {3}, 0.0))
-
-
 @pytest.mark.parametrize("name", OF_BATCH)
 def test_an_excluded_response_moves_no_statistic_of_the_batch(name):
     """Whitened over the tokens of the others: as if it was not there, which a response without tokens is not."""
