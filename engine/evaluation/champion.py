@@ -24,17 +24,20 @@ class Results:
     """How the responses were sampled and scored (`tables.evaluation_protocol`)."""
     means: Mapping[str, float]
     """Prompt id → mean score."""
+    unscored: int = 0
+    """Number of responses without a score, which are not in the means. A policy must not win by failing its judge."""
 
     def as_dict(self) -> JsonObject:
         """The results as JSON."""
-        return {"protocol": dict(self.protocol), "means": dict(self.means)}
+        return {"protocol": dict(self.protocol), "means": dict(self.means), "unscored": self.unscored}
 
     @staticmethod
     def of(stored: object) -> Results:
         """Read the result of `as_dict`. Raises BadInput for anything else."""
         if not isinstance(stored, dict) or not all(isinstance(stored.get(key), dict) for key in ("protocol", "means")):
             raise BadInput("the stored results can't be read: expected protocol and means")
-        return Results(stored["protocol"], {str(key): float(value) for key, value in stored["means"].items()})
+        means = {str(key): float(value) for key, value in stored["means"].items()}
+        return Results(stored["protocol"], means, int(stored.get("unscored", 0)))
 
 
 @dataclass(frozen=True)
@@ -78,7 +81,10 @@ def judge_challenge(ours: Results | None, theirs: Results | None, whom: str = "c
         return ChampionVerdict(
             False, f"its evaluation can't be compared with the {whom}'s: {named} differ (new, {whom})"
         )
-    found = compare_paired(ours.means, theirs.means, int(ours.protocol["samples"]))
+    if ours.unscored > theirs.unscored or ours.means.keys() != theirs.means.keys():
+        unscored = f"{ours.unscored} of its responses have no score, {theirs.unscored} of the {whom}'s"
+        return ChampionVerdict(False, f"its evaluation can't be compared with the {whom}'s: {unscored}")
+    found = compare_paired(ours.means, theirs.means, int(ours.protocol["evaluate.samples"]))
     text = (
         f"difference {found.difference:+.4f} [{found.ci_low:+.4f}, {found.ci_high:+.4f}] on "
         f"{counted(found.problems, 'problem')}, "

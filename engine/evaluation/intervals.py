@@ -10,10 +10,13 @@ from typing import TypedDict
 
 import numpy as np
 
+from engine.reward.scorer import LARGEST_SCORE
 from engine.types import Score
 
 CONFIDENCE = 0.95
 """Confidence of the intervals in evaluations.jsonl."""
+WIDEST = 2 * LARGEST_SCORE
+"""No score, and no difference of two, is beyond it. JSON has no infinity."""
 ROUNDING = 1e-6
 """Relative error of a weighted sum of rewards in fp32: 0.7 + 0.2 + 0.1 may be below 1."""
 
@@ -109,11 +112,11 @@ def mean_interval(values: Sequence[float], samples: int = 1, confidence: float =
 
 
 def t_interval(values: Sequence[float], confidence: float = CONFIDENCE) -> tuple[float, float]:
-    """mean ± t(n − 1) · s / √n; infinite for a single value."""
+    """mean ± t(n − 1) · s / √n; ±`WIDEST` for a single value, of which nothing is known."""
     mean = statistics.fmean(values)
     n = len(values)
     if n < 2:
-        return -math.inf, math.inf
+        return -WIDEST, WIDEST
     half = _t(n - 1, confidence) * statistics.stdev(values) / math.sqrt(n)
     return mean - half, mean + half
 

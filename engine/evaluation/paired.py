@@ -15,6 +15,9 @@ from engine.evaluation.intervals import CONFIDENCE, t_interval
 FLIPS = 50_000
 """Number of random sign flips if the exact distribution cannot be computed. The error of the p-value is then at most
 0.0045 (95 %)."""
+REACH = 200_000
+"""Largest Σ |d|, in units of 1/samples, whose exact distribution is computed. Integer scores may reach far more, which
+takes minutes and GiB."""
 CHUNK = 1_000
 """Number of flips that are computed at a time, to limit memory."""
 
@@ -75,11 +78,13 @@ def compare_paired(
 def sign_flip(differences: Sequence[float], samples: int = 1) -> float:
     """Two-sided p-value: how often |Σ ±d| ≥ |Σ d| if the sign of each difference is a fair coin (Fisher 1935).
 
-    It is exact if the differences are multiples of 1/samples, which holds for means of right or wrong answers.
-    Otherwise it uses `FLIPS` random flips with a fixed seed, and counts the observed signs as one of them.
+    It is exact if the differences are multiples of 1/samples, which holds for means of right or wrong answers, and
+    their sum is not above `REACH`. Otherwise it uses `FLIPS` random flips with a fixed seed, and counts the observed
+    signs as one of them.
     """
     whole = [round(value * samples) for value in differences]
-    if all(math.isclose(value * samples, unit, abs_tol=1e-6) for value, unit in zip(differences, whole, strict=True)):
+    units = zip(differences, whole, strict=True)
+    if sum(map(abs, whole)) <= REACH and all(math.isclose(d * samples, unit, abs_tol=1e-6) for d, unit in units):
         return _exact(whole)
     return _random(np.asarray(differences, dtype=np.float64))
 
@@ -98,7 +103,7 @@ def _exact(units: Sequence[int]) -> float:
 
 def _random(differences: np.ndarray) -> float:
     generator = np.random.default_rng(0)
-    observed = abs(float(differences.sum())) - 1e-12
+    observed = abs(float(differences.sum())) - 1e-12 * max(1.0, float(np.abs(differences).sum()))
     extreme = 1
     for _ in range(FLIPS // CHUNK):
         signs = generator.integers(0, 2, size=(CHUNK, len(differences))) * 2 - 1

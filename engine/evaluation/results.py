@@ -12,11 +12,12 @@ from typing import Any
 
 from engine.config import Config
 from engine.data.tokenizer import Tokenizer
+from engine.errors import RewardError, StaleRolloutError, counted
 from engine.evaluation import paired, tables
 from engine.evaluation.benchmarks import EncodedBenchmark, encode_benchmarks, read_benchmarks, with_evaluation_context
 from engine.evaluation.intervals import accuracy_figures, best_of, is_right, pass_curve
 from engine.evaluation.tables import EvaluationRow, LengthFigures
-from engine.evaluation.votes import majority_votes
+from engine.evaluation.votes import Majority, majority_votes
 from engine.reward.scorer import ResponseScorer
 from engine.run.folder import RunFolder
 from engine.types import Group, JsonObject
@@ -38,18 +39,51 @@ async def record_evaluation(
     benchmark: EncodedBenchmark,
     groups: Sequence[Group],
     verifier: ResponseScorer,
+    sampled: int,
     more: Mapping[str, Any],
 ) -> JsonObject:
     """Compute the results, write the table, compare with the first evaluation, and append the row to evaluations.jsonl.
 
-    Returns the row. `more`: further keys of the row.
+    Returns the row. `sampled`: the version that the instances give the evaluated weights. `more`: further keys of the
+    row. Raises StaleRolloutError if a response has another version, and RewardError if none has a score.
     """
-    votes = await majority_votes(groups, config.reward.function, verifier)
-    how = tables.evaluation_protocol(config, benchmark.name, [group.prompt for group in groups])
-    table = tables.path_of(folder, subject.model, subject.version, how)
-    await asyncio.to_thread(tables.write_table, table, groups, votes)
-    values = [[score.value for score in group.scores] for group in groups]
-    right = [[is_right(score) for score in group.scores] for group in groups]
+    check_versions(groups, sampled)
+    # a program may score by itself, and only the reward's answers are known
+    votes = None if config.rollout.program else await majority_votes(groups, config.reward.function, verifier)
+    found = await asyncio.to_thread(_compute, config, folder, subject, benchmark, groups, votes)
+    return folder.add_evaluation({**found, **more})
+
+
+def check_versions(groups: Sequence[Group], version: int) -> None:
+    """Raise StaleRolloutError if any token was sampled from another weight version than `version`."""
+    for group in groups:
+        for number, response in enumerate(group.responses):
+            if wrong := {found for _, found in response.versions} - {version}:
+                raise StaleRolloutError(
+                    f"evaluation of weight version {version}, prompt {group.prompt.id}, response {number} of "
+                    f"{response.instance}: sampled from version {min(wrong)}"
+                )
+
+
+def _compute(
+    config: Config,
+    folder: RunFolder,
+    subject: Subject,
+    benchmark: EncodedBenchmark,
+    groups: Sequence[Group],
+    votes: Sequence[Majority] | None,
+) -> JsonObject:
+    """The row of an evaluation. Writes its table."""
+    table = tables.write_table(folder, benchmark.name, subject.version, groups, votes)
+    scores = [score for group in groups for score in group.scores]
+    known = [number for number, group in enumerate(groups) if tables.known_values(group)]
+    if not known:
+        raise RewardError(
+            f"evaluation on {benchmark.name}: none of {counted(len(scores), 'response')} has a score; the first: "
+            f"{scores[0].status}: {scores[0].detail}; {table} has them all"
+        )
+    values = [tables.known_values(groups[number]) for number in known]
+    right = [[is_right(score) for score in groups[number].scores if not score.excluded] for number in known]
     row: EvaluationRow = {
         "step": subject.version,
         "weight_version": subject.version,
@@ -58,27 +92,34 @@ async def record_evaluation(
         "problems": len(groups),
         "skipped": dict(benchmark.skipped),
         "samples": config.evaluate.samples,
-        **accuracy_figures(values, [vote.value for vote in votes] if votes is not None else None, right),
+        **accuracy_figures(values, [votes[number].value for number in known] if votes is not None else None, right),
         "pass_curve": pass_curve(right),
         "best_at_k_bootstrap": fmean(map(best_of, values)),
         **_lengths(groups, config.evaluate.max_new_tokens),
-        "reward_timeouts": sum(score.status == "timeout" for group in groups for score in group.scores),
-        "partial_scores": sum(value not in (0.0, 1.0) for scores in values for value in scores),
-        "protocol": how,
+        "reward_timeouts": sum(score.status == "timeout" for score in scores),
+        "reward_errors": sum(score.status == "error" for score in scores),
+        "reward_excluded": sum(score.excluded for score in scores),
+        "partial_scores": sum(value not in (0.0, 1.0) for each in values for value in each),
+        "protocol": tables.evaluation_protocol(config, benchmark.name, [group.prompt for group in groups]),
         "table": str(table.relative_to(folder.path)),
     }
     if votes is not None:
-        row["maj_at_k_bootstrap"] = fmean(vote.bootstrap for vote in votes)
-    found: JsonObject = {**row, **_metric_means(groups), **more}
-    if (base := tables.find_baseline(folder, row)) is not None:
-        found["against"] = compare_rows(row, base, folder.path)
-    return folder.add_evaluation(found)
+        row["maj_at_k_bootstrap"] = fmean(votes[number].bootstrap for number in known)
+    found: JsonObject = {**row, **_metric_means(groups)}
+    base = tables.find_baseline(folder, row)
+    if base is not None and (against := compare_rows(row, base, folder.path)):
+        found["against"] = against
+    return found
 
 
 def compare_rows(row: EvaluationRow, base: EvaluationRow, folder: Path) -> JsonObject:
     """The paired comparison of two rows of evaluations.jsonl whose tables are in the folder, along with the model and
-    version of `base`."""
+    version of `base`. Problems without a score in either are left out; {} if none is left."""
     ours, theirs = (tables.table_means(folder / one["table"]) for one in (row, base))
+    both = ours.keys() & theirs.keys()
+    if not both:
+        return {}
+    ours, theirs = ({key: means[key] for key in both} for means in (ours, theirs))
     found = paired.compare_paired(ours, theirs, row["samples"])
     return {"weight_version": base["weight_version"], "model": base["model"], **found.as_dict()}
 

@@ -8,7 +8,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypedDict
 
-from engine.config import Config, Reward
+from engine.config import Config
+from engine.config.marks import name_code, value_of
+from engine.config.table import keys_in
 from engine.data.prompts import spell_columns
 from engine.errors import BadInput
 from engine.evaluation.intervals import Accuracy, is_right
@@ -18,34 +20,44 @@ from engine.run.folder import RunFolder
 from engine.run.run_inputs import find_inputs
 from engine.types import Group, JsonObject, Prompt
 
+Protocol = dict[str, Any]
+"""How a benchmark is sampled and scored: "benchmark"; "problems_hash", over the prompts' ids and columns;
+"reward_hash", over the code of the reward and the program, or ""; and keys of the config by their dotted names."""
 
-class EvaluationProtocol(TypedDict):
-    """How a benchmark is sampled and scored."""
-
-    benchmark: str
-    problems_hash: str
-    """Hash of the prompts' ids and columns, 16 hexadecimal digits."""
-    prompt_template: str
-    system: str
-    instruction: str
-    chat_template_kwargs: JsonObject
-    reward: str
-    reward_hash: str
-    """Hash of the code of the reward and the program; "" without code."""
-    program: str
-    """rollout.program, without its folder."""
-    samples: int
-    temperature: float
-    top_p: float
-    top_k: int
-    max_new_tokens: int
-    max_context: int
-    stop: list[str]
-    seed: int
-
-
-SAME = tuple(key for key in EvaluationProtocol.__annotations__ if key != "seed")
-"""The keys of the protocol that must be equal in two evaluations to compare their scores."""
+SEED = "run.seed"
+"""The key of the protocol that may differ in two evaluations whose scores are compared."""
+NOT_IN_PROTOCOL: dict[str, str] = {
+    **dict.fromkeys(
+        ("run.name", "run.output", "run.resumes", "run.accept", "run.dry", "dry_run", "checkpoint", "tracking"),
+        "what a run is called, keeps and checks",
+    ),
+    **dict.fromkeys(("model.path", "model.convert"), "the row names the model"),
+    **dict.fromkeys(
+        ("data.train", "data.columns", "data.heldout", "data.heldout_fraction", "data.decontaminate")
+        + ("evaluate.benchmark", "evaluate.folder", "evaluate.problems"),
+        "problems_hash has the problems and their columns",
+    ),
+    **dict.fromkeys(
+        ("reward.workers", "rollout.instances", "rollout.tensor", "rollout.devices", "rollout.share_devices")
+        + ("rollout.concurrency", "rollout.deterministic", "platform", "cluster"),
+        "how much runs at once and where, which changes no more than rounding",
+    ),
+    **dict.fromkeys(
+        ("rollout.timeout_s", "rollout.restarts", "rollout.heartbeat_s", "rollout.wait_s", "rollout.listen")
+        + ("evaluate.every", "evaluate.max_wait_s"),
+        "when an evaluation begins, is repeated or fails as a whole",
+    ),
+    **dict.fromkeys(
+        ("rollout.group_size", "rollout.max_new_tokens", "rollout.temperature", "rollout.top_p", "rollout.top_k")
+        + ("rollout.partial",),
+        "of the training; an evaluation has keys of its own",
+    ),
+    "evaluate.max_context": "it becomes rollout.max_context where it counts",
+    **dict.fromkeys(
+        ("queue", "stages", "train", "algorithm", "attention", "parallel", "weights"), "read by the training alone"
+    ),
+}
+"""Keys and tables that are not in the protocol, and why. Every other key is in it, also a new one."""
 
 
 class LengthFigures(TypedDict):
@@ -85,9 +97,12 @@ class EvaluationRow(Accuracy, LengthFigures, _Further):
     pass_curve: dict[str, float]
     best_at_k_bootstrap: float
     reward_timeouts: int
+    reward_errors: int
+    reward_excluded: int
+    """Number of responses without a score (reward.on_error, reward.on_timeout = "exclude"), which are in no figure."""
     partial_scores: int
     """Number of responses whose score is neither 0 nor 1. If there are any, avg@k is a reward, not an accuracy."""
-    protocol: EvaluationProtocol
+    protocol: Protocol
     table: str
     """Path relative to the run folder."""
 
@@ -97,64 +112,62 @@ def kind_of_average(partial_scores: Any) -> str:  # noqa: ANN401
     return "reward" if partial_scores else "accuracy"
 
 
-def _reward_anywhere(reward: Reward) -> str:
-    """The reward's label, equal on every machine: files without their folders, because `reward_hash` compares them."""
-    label = reward.label
-    for one in reward.named:
-        label = label.replace(one.function, one.function.rpartition("/")[2])
-    return label
-
-
-def evaluation_protocol(config: Config, benchmark: str, prompts: Iterable[Prompt]) -> EvaluationProtocol:
+def evaluation_protocol(config: Config, benchmark: str, prompts: Iterable[Prompt]) -> Protocol:
     """How the benchmark's prompts are sampled and scored."""
-    settings = config.evaluate
     problems = "\n".join(sorted(f"{prompt.id} {spell_columns(prompt)}" for prompt in prompts))
+    values = config.model_dump(mode="json")
     return {
         "benchmark": benchmark,
         "problems_hash": hashlib.sha256(problems.encode()).hexdigest()[:16],
-        "prompt_template": config.data.prompt_template,
-        "system": config.data.system,
-        "instruction": config.data.instruction,
-        "chat_template_kwargs": dict(config.data.chat_template_kwargs),
-        "reward": _reward_anywhere(config.reward),
         "reward_hash": find_inputs(config, Path(), ("reward",))["reward"]["hash"],
-        "program": config.rollout.program.rpartition("/")[2],
-        "samples": settings.samples,
-        "temperature": settings.temperature,
-        "top_p": settings.top_p,
-        "top_k": settings.top_k,
-        "max_new_tokens": settings.max_new_tokens,
-        "max_context": config.rollout.max_context,
-        "stop": list(config.rollout.stop),
-        "seed": config.run.seed,
+        **{key: _anywhere(value_of(values, key)) for key in keys_in(Config) if _is_in_protocol(key)},
     }
 
 
+def _is_in_protocol(key: str) -> bool:
+    return not any(f"{key}.".startswith(f"{one}.") for one in NOT_IN_PROTOCOL)
+
+
+def _anywhere(value: Any) -> Any:  # noqa: ANN401
+    """A value that is equal on every machine: files of functions without their folders. `reward_hash` compares them."""
+    if isinstance(value, dict):
+        return {key: _anywhere(one) for key, one in value.items()}
+    if isinstance(value, list):
+        return [_anywhere(one) for one in value]
+    return name_code(value) if isinstance(value, str) else value
+
+
 def protocol_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The keys in which two protocols differ, as "samples (8, 1)"; empty if they are comparable."""
-    return [f"{key} ({one.get(key)!r}, {other.get(key)!r})" for key in SAME if one.get(key) != other.get(key)]
+    """The keys in which two protocols differ, as "evaluate.samples (8, 1)"; empty if they are comparable."""
+    keys = dict.fromkeys((*one, *other))
+    return [
+        f"{key} ({one.get(key)!r}, {other.get(key)!r})"
+        for key in keys
+        if key != SEED and one.get(key) != other.get(key)
+    ]
 
 
-def path_of(folder: RunFolder, model: str, version: int, how: Mapping[str, Any]) -> Path:
-    """`evaluations/<benchmark>-v<version>-<six digits of a hash of model and protocol>.jsonl` in the run folder."""
-    digest = hashlib.sha256(json.dumps([model, how], sort_keys=True).encode()).hexdigest()[:6]
-    return folder.path / "evaluations" / f"{how['benchmark']}-v{version:06d}-{digest}.jsonl"
-
-
-def write_table(path: Path, groups: Sequence[Group], votes: Sequence[Majority] | None) -> None:
+def write_table(
+    folder: RunFolder, benchmark: str, version: int, groups: Sequence[Group], votes: Sequence[Majority] | None
+) -> Path:
     """Write one JSON object per problem: the problem, the number of right responses, the majority's answer, and all
-    responses."""
-    path.parent.mkdir(parents=True, exist_ok=True)
+    responses. Return the path, `evaluations/<benchmark>-v<version>-<hash of the content>.jsonl` in the run folder: two
+    evaluations share a table only if all responses and scores are equal."""
     rows = [_row(group, votes[number] if votes is not None else None) for number, group in enumerate(groups)]
-    write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+    content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
+    digest = hashlib.sha256(content.encode()).hexdigest()[:12]
+    path = folder.path / "evaluations" / f"{benchmark[:50]}-v{version:06d}-{digest}.jsonl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomically(path, content)
+    return path
 
 
 def _row(group: Group, vote: Majority | None) -> dict[str, object]:
-    scores = [score.value for score in group.scores]
+    scores = known_values(group)
     responses = [
         {
             "text": response.text,
-            "score": score.value,
+            "score": None if score.excluded else score.value,
             "status": score.status,
             "answer": score.detail,
             **{f"reward/{name}": value for name, value in score.metrics.items()},
@@ -169,9 +182,9 @@ def _row(group: Group, vote: Majority | None) -> dict[str, object]:
         "prompt_id": group.prompt.id,
         "problem": group.prompt.problem,
         "answer": group.prompt.answer,
-        "mean": sum(scores) / len(scores),
+        "mean": sum(scores) / len(scores) if scores else None,
         "right": sum(is_right(score) for score in group.scores),
-        "samples": len(scores),
+        "samples": len(group.scores),
     }
     if vote is not None:
         row |= {
@@ -183,10 +196,16 @@ def _row(group: Group, vote: Majority | None) -> dict[str, object]:
     return row | {"responses": responses}
 
 
+def known_values(group: Group) -> list[float]:
+    """The scores of a group's responses, without those that are excluded."""
+    return [score.value for score in group.scores if not score.excluded]
+
+
 def table_means(table: Path) -> dict[str, float]:
-    """Prompt id → mean score, from a table. Raises BadInput if the file is missing or is not a table."""
+    """Prompt id → mean score, from a table, of the problems with a response that has a score. Raises BadInput if the
+    file is missing or is not a table."""
     try:
-        found = {row["prompt_id"]: float(row["mean"]) for row in read_lines(table)}
+        found = {row["prompt_id"]: float(row["mean"]) for row in read_lines(table) if row["mean"] is not None}
     except (KeyError, ValueError, TypeError) as error:
         raise BadInput(f"{table}: not an evaluation table ({error!r})") from None
     if not found:

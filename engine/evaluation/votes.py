@@ -2,8 +2,8 @@ r"""maj@k: the value of a majority vote over a problem's sampled answers.
 
 A response votes for the answer that the verifier reads in it: `\boxed{…}` for "math", the text after the last "#" for
 "exact". Votes for answers that the verifier considers equal are counted together. Every right response votes for the
-right answer, in any spelling. A response without an answer abstains. If t answers tie at the top and the right one is
-among them, the value is 1/t, which is the mean over fair draws among them.
+right answer, in any spelling. A response without an answer abstains, and one without a score is left out. If t answers
+tie at the top and the right one is among them, the value is 1/t, which is the mean over fair draws among them.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from engine.evaluation.intervals import majority_of
+from engine.evaluation.intervals import is_right, majority_of
 from engine.reward.scorer import ResponseScorer
 from engine.reward.verifiers import final_answer
 from engine.types import Group, Prompt, Response
@@ -69,27 +69,28 @@ async def majority_votes(groups: Sequence[Group], reward: str, verifier: Respons
 async def _majority(group: Group, reward: str, verifier: ResponseScorer) -> Majority:
     answers: list[_Answer] = []
     for response, score in zip(group.responses, group.scores, strict=True):
-        is_right = score.value >= 1.0
+        right = is_right(score)
         text = READ[reward](response.text)
-        if text is None and not is_right:
+        if score.excluded or (text is None and not right):
             continue
         spelled = text if text is not None else group.prompt.answer
-        place = await _find(answers=answers, text=spelled, is_right=is_right, reward=reward, verifier=verifier)
+        place = await _find(answers=answers, text=spelled, right=right, reward=reward, verifier=verifier)
         if place is None:
-            answers.append(_Answer(spelled, is_right, spellings={spelled}))
+            answers.append(_Answer(spelled, right, spellings={spelled}))
         else:
             place.votes += 1
             place.spellings.add(spelled)
-    return _outcome(answers, silent=len(group.responses) - sum(answer.votes for answer in answers))
+    known = sum(not score.excluded for score in group.scores)
+    return _outcome(answers, silent=known - sum(answer.votes for answer in answers))
 
 
 async def _find(
-    answers: Sequence[_Answer], text: str, is_right: bool, reward: str, verifier: ResponseScorer
+    answers: Sequence[_Answer], text: str, right: bool, reward: str, verifier: ResponseScorer
 ) -> _Answer | None:
     """The answer that this vote is for; None if it is new. All right answers are one answer. Wrong answers are compared
     by text, then by the verifier."""
-    alike = [answer for answer in answers if answer.right == is_right]
-    if is_right:
+    alike = [answer for answer in answers if answer.right == right]
+    if right:
         return alike[0] if alike else None
     for answer in alike:
         if text in answer.spellings:

@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import Config
-from engine.errors import MetronomeError, StaleRolloutError, TakenOver
+from engine.errors import MetronomeError, TakenOver
 from engine.evaluation.benchmarks import EncodedBenchmark, encode_benchmarks, read_benchmarks
 from engine.evaluation.results import Subject, record_evaluation
 from engine.evaluation.tables import dropped_file, evaluation_protocol, old_tables, protocol_differences
@@ -220,7 +220,6 @@ class InRunEvaluation:
             async with asyncio.TaskGroup() as tasks:  # the first failure ends the others
                 sampling = [tasks.create_task(sample(each.prompts)) for each in todo]
         for each, groups in zip(todo, [task.result() for task in sampling], strict=True):
-            check_version(groups, one.version)
             await self._record_results(one, each, groups)
 
     async def _record_results(self, one: _Evaluation, benchmark: EncodedBenchmark, groups: Sequence[Group]) -> None:
@@ -234,6 +233,7 @@ class InRunEvaluation:
             benchmark=benchmark,
             groups=groups,
             verifier=self._verifier,
+            sampled=one.version,
             more=more,
         )
         for table in old_tables(self._folder, one.version - KEPT_STEPS + 1):
@@ -310,14 +310,3 @@ def cut_evaluations(folder: RunFolder, start: int) -> None:
     kept = [row for row in rows if not (row.get("in_run") and row["weight_version"] > start)]
     if len(kept) < len(rows):
         write_atomically(folder.evaluations, "".join(json.dumps(row) + "\n" for row in kept))
-
-
-def check_version(groups: Sequence[Group], version: int) -> None:
-    """Raise StaleRolloutError if any token was sampled from another weight version than `version`."""
-    for group in groups:
-        for number, response in enumerate(group.responses):
-            if wrong := {found for _, found in response.versions} - {version}:
-                raise StaleRolloutError(
-                    f"evaluation of weight version {version}, prompt {group.prompt.id}, response {number} of "
-                    f"{response.instance}: sampled from version {min(wrong)}"
-                )

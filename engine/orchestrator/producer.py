@@ -458,16 +458,16 @@ async def sample_groups(
     decode: Decode,
     step: int = 0,
     on_finished: OnFinished | None = None,
-    scored: Callable[[Sequence[float]], None] = lambda rewards: None,
+    scored: Callable[[Sequence[Score]], None] = lambda scores: None,
 ) -> list[Group]:
     """Generate a group of an evaluation for each prompt. Return them in the order of the prompts, with the text of the
-    responses. `on_finished` gets each response, and `scored` the rewards of each group, as they arrive."""
+    responses. `on_finished` gets each response, and `scored` the scores of each group, as they arrive."""
     groups: list[Group] = []
 
     async def put(row: Row) -> None:
         group = await asyncio.to_thread(open_group, row, decode=decode)
         groups.append(replace(group, prompt=prompts[group.index]))
-        scored([score.value for score in group.scores])
+        scored(group.scores)
 
     await producer.run(step, [(EVALUATION, prompt) for prompt in prompts], put, on_finished)
     return sorted(groups, key=lambda group: group.index)

@@ -39,7 +39,7 @@ from engine.run.limits import check_open_files
 from engine.run.progress import Progress
 from engine.run.run_inputs import check_evaluated
 from engine.run.trace import Trace
-from engine.types import JsonObject
+from engine.types import JsonObject, Score
 
 PROOF = "proof of the evaluated weights"
 
@@ -55,7 +55,9 @@ class EvaluationProgress:
     finished: int = 0
     """Number of responses that have arrived."""
     scored: int = 0
-    """Number of responses that have a score."""
+    """Number of responses that the reward has seen."""
+    excluded: int = 0
+    """Number of these that have no score."""
     score: float = 0.0
     """Sum of the scores so far."""
     whole_scores: bool = True
@@ -63,9 +65,11 @@ class EvaluationProgress:
     notices: RunEvents = field(default_factory=RunEvents)
     """Receives problems that occur during the evaluation."""
 
-    def count_group(self, rewards: Sequence[float]) -> None:
+    def count_group(self, scores: Sequence[Score]) -> None:
         """Count the scores of a finished group."""
-        self.scored += len(rewards)
+        rewards = [score.value for score in scores if not score.excluded]
+        self.scored += len(scores)
+        self.excluded += len(scores) - len(rewards)
         self.score += sum(rewards)
         self.whole_scores = self.whole_scores and all(reward in (0.0, 1.0) for reward in rewards)
         self.notices.report_due()
@@ -77,8 +81,8 @@ class EvaluationProgress:
         if self.finished == self.expected == self.scored:
             return Progress(f"{self.finished:,} responses are scored; votes and intervals", 1.0)
         text = f"{self.finished:,} of {counted(self.expected, 'response')}"
-        if self.scored:
-            text += f", {kind_of_average(not self.whole_scores)} of these {self.score / self.scored:.3f}"
+        if known := self.scored - self.excluded:
+            text += f", {kind_of_average(not self.whole_scores)} of these {self.score / known:.3f}"
         return Progress(text, self.finished / self.expected)
 
 
@@ -176,6 +180,7 @@ async def _evaluate(
                 benchmark=one,
                 groups=groups,
                 verifier=service.verifier,
+                sampled=EvaluatedWeights.version,
                 more=figures,
             )
             for one, groups in zip(encoded, sampled, strict=True)

@@ -28,6 +28,7 @@ from engine.types import JsonObject
 from tasks.attempt import last_end
 from tasks.stages.summary import bound_rows
 from tasks.terminal.progress_display import fetched, show_progress
+from tasks.tracking.mirror import figure_of
 from tasks.tracking.store import STORE_ERRORS, first_line
 
 RUN_ID = re.compile(r"[0-9a-f]{32}")
@@ -224,7 +225,7 @@ def _with_tables(folder: Path) -> tuple[list[JsonObject], dict[str, dict[str, fl
 def _from_metrics(client: mlflow.MlflowClient, run: Any) -> list[JsonObject]:  # noqa: ANN401
     """`benchmark/figure` metrics as rows of evaluations.jsonl. Their step is the weight version."""
     names = [name for name in run.data.metrics if "/" in name]
-    benchmarks = dict.fromkeys(name.rpartition("/")[0] for name in names if name.endswith("/avg_at_k"))
+    benchmarks = dict.fromkeys(name.rpartition("/")[0] for name in names if figure_of(name) == "avg_at_k")
     rows: list[JsonObject] = []
     for benchmark in benchmarks:
         own = [name for name in names if name.rpartition("/")[0] == benchmark]
@@ -232,5 +233,5 @@ def _from_metrics(client: mlflow.MlflowClient, run: Any) -> list[JsonObject]:  #
             row["step"]: row | {"benchmark": benchmark, "weight_version": row["step"]}
             for row in _steps(client, run.info.run_id, own)
         }
-        rows += [{name.removeprefix(f"{benchmark}/"): value for name, value in row.items()} for row in found.values()]
+        rows += [{figure_of(name): value for name, value in row.items()} for row in found.values()]
     return rows

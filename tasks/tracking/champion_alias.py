@@ -166,7 +166,11 @@ def final_evaluation(folder: RunFolder, config: Config) -> tables.EvaluationRow 
 def read_results(folder: RunFolder, config: Config) -> Results | None:
     """The final policy's per-problem results; None if it was not evaluated."""
     row = final_evaluation(folder, config)
-    return None if row is None else Results(row["protocol"], tables.table_means(folder.path / row["table"]))
+    return None if row is None else _results(folder, row)
+
+
+def _results(folder: RunFolder, row: tables.EvaluationRow) -> Results:
+    return Results(row["protocol"], tables.table_means(folder.path / row["table"]), row["reward_excluded"])
 
 
 def base_results(folder: RunFolder, config: Config, own: Results | None) -> Results | None:
@@ -179,7 +183,7 @@ def base_results(folder: RunFolder, config: Config, own: Results | None) -> Resu
         if trained or "protocol" not in row or Path(row["model"]).resolve() != base:
             continue
         if not tables.protocol_differences(own.protocol, row["protocol"]) and (folder.path / row["table"]).is_file():
-            return Results(row["protocol"], tables.table_means(folder.path / row["table"]))
+            return _results(folder, row)
     return None
 
 

@@ -72,10 +72,23 @@ NO_FIGURES = ("weight_version", "protocol", "skipped")
 
 
 def evaluation_figures(row: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of a line of evaluations.jsonl as `benchmark/avg_at_k` and so on, without repetitions."""
+    """The figures of a line of evaluations.jsonl, without repetitions. Those that depend on k have it in their names:
+    `benchmark/avg_at_8`, `benchmark/avg_at_8_ci_low`, `benchmark/pass_at_8`, so that no curve mixes two."""
     left_out = (*NO_FIGURES, *(SAME_AT_ONE + BEST_AT_ONE if row.get("samples") == 1 else ()))
     figures = metric_values({name: value for name, value in row.items() if name not in left_out})
-    return {f"{metric_name(row['benchmark'])}/{name}": value for name, value in figures.items()}
+    return {figure_name(row, name): value for name, value in figures.items()}
+
+
+def figure_name(row: Mapping[str, Any], name: str) -> str:
+    """The metric's name of a figure of a line of evaluations.jsonl."""
+    own = re.sub(r"^(pass_|maj_)?(?=ci_(low|high)$)", lambda found: f"{found[1] or 'avg_'}at_k_", name)
+    return f"{metric_name(row['benchmark'])}/" + re.sub(r"^(avg|pass|maj|best)_at_k", rf"\1_at_{row['samples']}", own)
+
+
+def figure_of(metric: str) -> str:
+    """The figure of a metric that `figure_name` has named."""
+    own = re.sub(r"^(avg|pass|maj|best)_at_\d+", r"\1_at_k", metric.rpartition("/")[2])
+    return re.sub(r"^(?:avg_|(pass_|maj_))at_k_(?=ci_)", r"\1", own)
 
 
 def metric_name(text: str) -> str:
@@ -389,9 +402,9 @@ class Mirror:
         self._log([one for row in lacking for one in _metrics(row, metric_values(row), last="step_s")])
 
     def _log_evaluation(self, row: EvaluationRow) -> None:
-        """Log the table of an evaluation, then its figures as `benchmark/avg_at_k` and so on."""
+        """Log the table of an evaluation, then its figures as `benchmark/avg_at_8` and so on."""
         figures = evaluation_figures(row)
-        key = f"{metric_name(row['benchmark'])}/avg_at_k"
+        key = figure_name(row, "avg_at_k")
         if _time(row) in self._times(key):
             return
         table = self._folder.path / row["table"]

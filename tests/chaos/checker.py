@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from engine.run.files import read_lines
 from support.runs import ROOT
-from tasks.tracking.mirror import metric_name, metric_values
+from tasks.tracking.mirror import figure_name, metric_values
 
 FORBIDDEN = ("Traceback", "JSONDecodeError", "ExceptionGroup")
 FRAME = re.compile(r'File "([^"]+)", line')
@@ -50,7 +50,7 @@ def wanted_figures(folder):
         for name in metric_values(row):
             wanted[name].append((row["step"], round(row["ended_s"] * 1000)))
     for row in read_lines(folder / "evaluations.jsonl"):
-        wanted[f"{metric_name(row['benchmark'])}/avg_at_k"].append((row["step"], round(row["ended_s"] * 1000)))
+        wanted[figure_name(row, "avg_at_k")].append((row["step"], round(row["ended_s"] * 1000)))
     return dict(wanted)
 
 

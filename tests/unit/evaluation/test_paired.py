@@ -1,7 +1,9 @@
 """The paired comparison against enumeration, textbook values and simulated error rates."""
 
 import itertools
+import math
 import random
+import time
 
 import pytest
 from hypothesis import given
@@ -36,6 +38,23 @@ def test_other_scores_are_flipped_at_random_close_to_enumeration():
     differences = [0.137, -0.052, 0.231, 0.318, -0.111, 0.273, 0.094, 0.005, 0.212, -0.083, 0.441, 0.059]
     assert sign_flip(differences, 1) == pytest.approx(enumerated(differences), abs=0.0045)
     assert sign_flip(differences, 1) == sign_flip(differences, 1)
+
+
+@pytest.mark.parametrize("largest", [1_000, 1_000_000])
+def test_large_whole_scores_take_no_longer(largest):
+    draw = random.Random(0)
+    differences = [draw.randint(-largest, largest) + largest / 20 for _ in range(500)]
+    began = time.process_time()
+    p = sign_flip(differences)
+    assert time.process_time() - began < 5
+    # by the normal approximation of the sum of random signs
+    z = abs(sum(differences)) / math.sqrt(sum(d * d for d in differences))
+    assert p == pytest.approx(math.erfc(z / math.sqrt(2)), abs=0.01)
+
+
+def test_the_observed_signs_count_however_large_the_scores_are():
+    differences = [1e6 + number / 7 for number in range(3)]  # no whole numbers: flipped at random
+    assert sign_flip(differences) == pytest.approx(2 / 8, abs=0.0045)
 
 
 def test_a_comparison_of_known_numbers():

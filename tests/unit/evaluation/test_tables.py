@@ -6,9 +6,17 @@ from dataclasses import replace
 import pytest
 
 from engine.config import Config
+from engine.config.table import keys_in
+from engine.errors import RewardError, StaleRolloutError
 from engine.evaluation.benchmarks import EncodedBenchmark
 from engine.evaluation.results import Subject, record_evaluation
-from engine.evaluation.tables import evaluation_protocol, protocol_differences, scores_by_version
+from engine.evaluation.tables import (
+    NOT_IN_PROTOCOL,
+    evaluation_protocol,
+    protocol_differences,
+    rows_of,
+    scores_by_version,
+)
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.types import Prompt, Score
@@ -43,24 +51,78 @@ def test_a_reward_of_ones_own_is_the_same_in_another_folder_but_not_with_other_c
         file.write_text(code)
         config = Config(reward={"functions": [{"function": "math"}, {"function": f"{file}:reward", "weight": 0.5}]})
         made.append(evaluation_protocol(config, "mine", prompts("a")))
-    assert made[0]["reward"] == "1 * math + 0.5 * my.py:reward"
+    assert [one["function"] for one in made[0]["reward.functions"]] == ["math", "my.py:reward"]
     assert protocol_differences(made[0], made[1]) == []
     assert [key.split()[0] for key in protocol_differences(made[0], made[2])] == ["reward_hash"]
     programs = [Config(rollout={"program": f"{tmp_path}/0/my.py:{name}"}) for name in ("one", "two")]
     made = [evaluation_protocol(config, "mine", prompts("a")) for config in programs]
-    assert [key.split()[0] for key in protocol_differences(*made)] == ["program"]
+    assert [key.split()[0] for key in protocol_differences(*made)] == ["rollout.program"]
+
+
+def test_every_key_is_in_the_protocol_or_has_a_reason_why_not():
+    keys = set(keys_in(Config))
+    inside = set(evaluation_protocol(Config(), "mine", prompts("a")))
+    left_out = {key for key in keys if any(f"{key}.".startswith(f"{one}.") for one in NOT_IN_PROTOCOL)}
+    assert keys - left_out == inside - {"benchmark", "problems_hash", "reward_hash"}
+    for name, why in NOT_IN_PROTOCOL.items():
+        assert any(f"{key}.".startswith(f"{name}.") for key in keys), f"{name} is no key"
+        assert why
+    assert {key for key in inside if key.startswith("rollout.")} == {
+        *("rollout.engine", "rollout.max_context", "rollout.stop", "rollout.vllm"),
+        *("rollout.program", "rollout.program_timeout_s", "rollout.max_turns"),
+    }
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(
+            ("rollout.max_turns", 4),
+            ("rollout.program_timeout_s", 1.0),
+            ("rollout.engine", "vllm"),
+            ("model.dtype", "bfloat16"),
+        ),
+        *(
+            ("reward.timeout_s", 1.0),
+            ("reward.on_timeout", "exclude"),
+            ("reward.on_error", "zero"),
+            ("reward.memory_gb", 1.0),
+        ),
+        *(
+            ("evaluate.samples", 4),
+            ("evaluate.temperature", 0.5),
+            ("data.instruction", "Add."),
+            ("rollout.stop", ["#"]),
+        ),
+        *(("data.chat_template_kwargs", {"tools": []}), ("model.head_dtype", "float32"), ("rollout.max_context", 4096)),
+    ],
+)
+def test_what_reaches_a_response_or_a_score_makes_another_protocol(key, value):
+    table, name = key.split(".")
+    one = evaluation_protocol(Config(), "mine", prompts("a"))
+    changed = Config()
+    changed = changed.model_copy(update={table: getattr(changed, table).model_copy(update={name: value})})
+    (difference,) = protocol_differences(one, evaluation_protocol(changed, "mine", prompts("a")))
+    assert difference.split()[0] == key
+
+
+def test_two_seeds_are_comparable_and_are_told_apart():
+    one, other = (evaluation_protocol(Config(run={"seed": seed}), "mine", prompts("a")) for seed in (1, 2))
+    assert one != other
+    assert protocol_differences(one, other) == []
 
 
 @pytest.fixture
 def recorded(tmp_path):
     """A function that records an evaluation of a version: of a response for each (number of tokens, finish_reason), or
     for each score."""
-    config = Config(run={"name": "run", "output": str(tmp_path)}, evaluate={"max_new_tokens": 4})
-    folder = RunFolder(config.folder)
-    folder.create(config, resume=False)
+    made = Config(run={"name": "run", "output": str(tmp_path)}, evaluate={"max_new_tokens": 4})
+    folder = RunFolder(made.folder)
+    folder.create(made, resume=False)
 
-    def of(version, lengths=((1, "stop"),), scores=()):
+    def of(version, lengths=((1, "stop"),), scores=(), sampled=0, **given):
         whole = numbered_group(0)
+        config = made.model_copy(update={key: getattr(made, key).model_copy(update=new) for key, new in given.items()})
         responses = tuple(
             replace(whole.responses[0], token_ids=(5,) * count, finish_reason=reason)
             for count, reason in (lengths * len(scores) or lengths)
@@ -74,6 +136,7 @@ def recorded(tmp_path):
             benchmark=benchmark,
             groups=[group],
             verifier=None,
+            sampled=sampled,
             more={},
         )
         return asyncio.run(row), folder
@@ -128,3 +191,37 @@ def test_an_evaluation_is_compared_with_the_first_one_whose_table_is_there(recor
     assert recorded(2)[0]["against"]["weight_version"] == 0
     (folder.path / first["table"]).unlink()
     assert recorded(3)[0]["against"]["weight_version"] == 1
+
+
+def test_no_evaluation_overwrites_the_table_of_another(recorded):
+    """Of another protocol, or of the same one with other weights in the same folder."""
+    first, folder = recorded(0, scores=(Score(1.0),))
+    other, _ = recorded(0, scores=(Score(0.0),), rollout={"max_turns": 1})
+    again, _ = recorded(0, scores=(Score(0.5),))
+    assert "against" not in other
+    for row, mean in ((first, 1.0), (other, 0.0), (again, 0.5)):
+        assert [problem["mean"] for problem in read_lines(folder.path / row["table"])] == [mean] == [row["avg_at_k"]]
+
+
+EXCLUDED = Score(0.0, status="error", detail="judge", excluded=True)
+
+
+def test_what_has_no_score_is_counted_and_in_no_figure(recorded):
+    scores = (Score(-1.0), EXCLUDED, Score(-1.0), EXCLUDED, Score(0.0, status="timeout"), Score(0.0, status="error"))
+    row, folder = recorded(0, scores=scores)
+    assert row["avg_at_k"] == -0.5
+    assert (row["reward_excluded"], row["reward_errors"], row["reward_timeouts"]) == (2, 3, 1)
+    assert row["pass_curve"].keys() == {"1", "2", "4"}
+    (problem,) = read_lines(folder.path / row["table"])
+    assert (problem["mean"], problem["samples"]) == (-0.5, 6)
+    assert [one["score"] for one in problem["responses"]] == [-1.0, None, -1.0, None, 0.0, 0.0]
+    with pytest.raises(
+        RewardError, match="evaluation on mine: none of 2 responses has a score; the first: error: judge"
+    ):
+        recorded(0, scores=(EXCLUDED, EXCLUDED))
+    assert len(rows_of(folder)) == 1
+
+
+def test_no_evaluation_has_responses_of_other_weights(recorded):
+    with pytest.raises(StaleRolloutError, match="evaluation of weight version 3, .*: sampled from version 0"):
+        recorded(3, sampled=3)

@@ -17,6 +17,7 @@ from engine.orchestrator.standalone_evaluation import EvaluatedWeights, Evaluati
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.run.progress import Progress
+from engine.types import Score
 from engine.wire.access_token import TOKEN_FILE, authorization_headers
 from engine.wire.address import ADDRESS_FILE
 from engine.wire.rollout_messages import ROLLOUT_PROTOCOL
@@ -155,10 +156,10 @@ def test_how_far_an_evaluation_is():
     progress.expected = 8
     assert look() == Progress("0 of 8 responses", 0.0)
     progress.finished = 4
-    progress.count_group([1.0, 0.0, 1.0, 1.0])
-    assert look() == Progress("4 of 8 responses, accuracy of these 0.750", 0.5)
+    progress.count_group([Score(1.0), Score(0.0), Score(1.0), Score(0.0, excluded=True)])
+    assert look() == Progress("4 of 8 responses, accuracy of these 0.667", 0.5)
     progress.finished = 8
-    progress.count_group([0.5, 0.0, 0.0, 0.0])
+    progress.count_group([Score(0.5), Score(0.0), Score(0.0), Score(0.0)])
     assert look() == Progress("8 responses are scored; votes and intervals", 1.0)
     progress.expected = 16
-    assert look().text == "8 of 16 responses, reward of these 0.438"
+    assert look().text == "8 of 16 responses, reward of these 0.357"

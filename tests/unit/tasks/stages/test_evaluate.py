@@ -52,6 +52,7 @@ def evaluated(config, model, version, seconds=1.0):
             benchmark=benchmark,
             groups=groups,
             verifier=None,
+            sampled=version,
             more={"seconds": seconds},
         )
     )

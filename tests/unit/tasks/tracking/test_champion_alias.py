@@ -31,6 +31,8 @@ from tasks.tracking.champion_alias import update_champion
 from tasks.tracking.code_version import OURS, tree_hash
 
 SAMPLES = 4
+VERSION = 2
+"""That of the responses."""
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +48,7 @@ def output(tmp_path_factory):
 
 def group(index, right):
     """A problem with so many right answers of SAMPLES."""
-    made = groups.group(0, 2, rewards=[float(n < right) for n in range(SAMPLES)], statuses=["ok"] * SAMPLES)
+    made = groups.group(0, VERSION, rewards=[float(n < right) for n in range(SAMPLES)], statuses=["ok"] * SAMPLES)
     texts = [f"#{7 if number < right else number}" for number in range(SAMPLES)]
     responses = [replace(one, text=text, finish_reason="stop") for one, text in zip(made.responses, texts, strict=True)]
     prompt = Prompt(f"problem-{index}", f"{index}?", "7", (1,))
@@ -73,16 +75,17 @@ def finished(output, name, right, **evaluate):
     return config, folder
 
 
-def record(config, folder, subject, counts, **more):
-    """An evaluation with so many right answers of SAMPLES per problem."""
+def record(config, folder, subject, counts, given=None, **more):
+    """An evaluation with so many right answers of SAMPLES per problem, or of these groups."""
     asyncio.run(
         record_evaluation(
             config=config,
             folder=folder,
             subject=subject,
             benchmark=EncodedBenchmark("sums", (), {}),
-            groups=[group(index, count) for index, count in enumerate(counts)],
+            groups=given or [group(index, count) for index, count in enumerate(counts)],
             verifier=None,
+            sampled=VERSION,
             more=more,
         )
     )
@@ -207,10 +210,8 @@ def test_what_cant_be_compared_leaves_the_champion_with_the_reason(output):
     registered(*finished(output, "other-first", [1, 2, 1, 1, 2, 1]), "other")
     other, version, champion = registered(*finished(output, "other-warmer", [4] * 6, temperature=0.7), "other")
     assert (other.wins, champion) == (False, 1)
-    assert (
-        other.reason
-        == "its evaluation can't be compared with the champion's: temperature (0.7, 1.0) differ (new, champion)"
-    )
+    apart = "can't be compared with the champion's: "
+    assert other.reason == f"its evaluation {apart}evaluate.temperature (0.7, 1.0) differ (new, champion)"
     other, _, champion = registered(*finished(output, "other-more", [4] * 7), "other")
     assert (other.wins, champion) == (False, 1)
     assert other.reason.endswith("with the champion's: problems (7, 6) differ (new, champion)")
@@ -228,6 +229,18 @@ def test_what_cant_be_compared_leaves_the_champion_with_the_reason(output):
     assert other.reason.startswith("the results of the champion (version 4) can't be read")
 
 
+def test_a_policy_whose_judge_fails_more_often_does_not_become_champion(output):
+    registered(*finished(output, "judged", [1, 2, 1, 1, 2, 1]), "judged")
+    config, folder = finished(output, "unjudged", [4] * 6)
+    row = list(read_lines(folder.evaluations))[-1]
+    groups = [group(index, 4) for index in range(6)]
+    groups[0] = replace(groups[0], scores=(replace(groups[0].scores[0], excluded=True), *groups[0].scores[1:]))
+    record(config, folder, Subject(row["model"], 2), [4] * 6, groups)
+    found, _, champion = registered(config, folder, "judged")
+    assert (found.wins, champion) == (False, 1)
+    assert found.reason.endswith("champion's: 1 of its responses have no score, 0 of the champion's")
+
+
 def test_evaluations_are_logged_once_with_their_tables_and_the_closing_table_compares_them(output):
     config, folder = finished(output, "logged", [1, 2, 4])
     for _ in range(2):
@@ -235,9 +248,9 @@ def test_evaluations_are_logged_once_with_their_tables_and_the_closing_table_com
             pass
         assert evaluations.log_finished(config) == run_id
     client = mlflow.MlflowClient()
-    history = client.get_metric_history(run_id, "sums/avg_at_k")
+    history = client.get_metric_history(run_id, "sums/avg_at_4")
     assert [(metric.step, metric.value) for metric in history] == [(0, 0.0), (2, pytest.approx(7 / 12))]
-    assert client.get_metric_history(run_id, "sums/maj_at_k")[1].value == pytest.approx((1 / 4 + 1 + 1) / 3)
+    assert client.get_metric_history(run_id, "sums/maj_at_4")[1].value == pytest.approx((1 / 4 + 1 + 1) / 3)
     assert client.get_metric_history(run_id, "sums/against/difference")[0].value == pytest.approx(7 / 12)
     tables = sorted(item.path for item in client.list_artifacts(run_id, "evaluations"))
     assert tables == sorted(row["table"] for row in read_lines(folder.evaluations))
@@ -286,7 +299,7 @@ def test_the_lineage_of_a_policy_names_what_it_was_made_of(output):
     assert (tags["steps"], tags["mode"]) == ("2", "periodic")
     assert tags["run_folder"] == str(output / "night")
     assert (tags["benchmark"], tags["avg_at_k"]) == ("sums", f"{4 / 12:.6f}")
-    assert json.loads(tags["protocol"])["samples"] == SAMPLES
+    assert json.loads(tags["protocol"])["evaluate.samples"] == SAMPLES
 
 
 def test_the_code_version_is_that_of_all_our_code(tmp_path):

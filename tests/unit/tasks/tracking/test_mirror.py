@@ -276,6 +276,19 @@ def test_a_process_that_was_taken_over_writes_no_step(config, quick):
     assert history(run_id) == [(0, 0.0)]
 
 
+def test_evaluations_of_another_number_of_samples_have_curves_of_their_own(config):
+    """As after a resume with another evaluate.samples."""
+    config.folder.mkdir(parents=True, exist_ok=True)
+    for step, samples in ((0, 4), (1, 4), (2, 16)):
+        row = EVALUATION | {"step": step, "samples": samples, "pass_at_k": 0.75, "pass_ci_low": 0.5}
+        add_line(config.folder / "evaluations.jsonl", **row)
+    with tracked_run.track_run(config) as run_id:
+        evaluations.log_finished(config)
+    for figure in ("avg_at_{}", "avg_at_{}_ci_low", "pass_at_{}", "pass_at_{}_ci_low"):
+        for samples, steps in ((4, [0, 1]), (16, [2])):
+            assert [step for step, _ in history(run_id, f"sums/{figure.format(samples)}")] == steps
+
+
 def test_two_processes_that_mirror_the_same_evaluations_leave_each_once(config):
     """The same step twice, with other settings; the table of the second was deleted while MLflow was away."""
     (config.folder / "evaluations").mkdir(parents=True)
@@ -286,7 +299,7 @@ def test_two_processes_that_mirror_the_same_evaluations_leave_each_once(config):
     with tracked_run.track_run(config) as run_id:
         for _ in range(2):
             evaluations.log_finished(config)
-    assert sorted(history(run_id, "sums/avg_at_k")) == [(0, 0.25), (0, 0.5), (0, 0.5)]
+    assert sorted(history(run_id, "sums/avg_at_1")) == [(0, 0.25), (0, 0.5), (0, 0.5)]
     assert [one.path for one in mlflow.MlflowClient().list_artifacts(run_id, "evaluations")] == [EVALUATION["table"]]
 
 
@@ -404,7 +417,7 @@ def test_each_figure_is_there_once_after_kills_at_any_moment(output):
     mlflow.set_tracking_uri(f"sqlite:///{output / 'mlflow.db'}")
     run = mlflow.get_run((folder.path / tracked_run.RUN_ID).read_text())
     client = mlflow.MlflowClient()
-    for name, file, key in (("loss", folder.steps, "loss"), ("b/avg_at_k", folder.evaluations, "avg_at_k")):
+    for name, file, key in (("loss", folder.steps, "loss"), ("b/avg_at_1", folder.evaluations, "avg_at_k")):
         points = [
             (point.timestamp, point.step, point.value) for point in client.get_metric_history(run.info.run_id, name)
         ]

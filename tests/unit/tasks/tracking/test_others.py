@@ -113,7 +113,7 @@ def test_tensorboard_has_each_figure_once_also_after_a_resume_and_an_evaluation(
     assert found["loss"] == [(step, pytest.approx(step / 10)) for step in range(4)]
     assert found["versions_seen_max"] == [(step, step) for step in range(4)]
     assert found["staleness/0"] == [(step, 8) for step in range(4)]
-    assert found["held out/avg_at_k"] == [(2, 0.5), (4, 0.5)]
+    assert found["held out/avg_at_2"] == [(2, 0.5), (4, 0.5)]
     assert not {"step", "ended_s"} & found.keys()
 
 
@@ -127,7 +127,7 @@ def test_trackio_has_them_and_the_next_process_gives_a_run_of_its_own(config_of)
     rows = [SQLiteStorage.get_logs("metronome", run_id=run) for run in runs]
     losses = sorted([(row["step"], row["loss"]) for row in one if "loss" in row] for one in rows)
     assert losses == [[(n, n / 10) for n in range(3)], [(3, 0.3)]]
-    assert [row["step"] for one in rows for row in one if "held out/avg_at_k" in row] == [2]
+    assert [row["step"] for one in rows for row in one if "held out/avg_at_2" in row] == [2]
 
 
 def test_wandb_has_them_in_its_offline_mode(config_of):
@@ -136,7 +136,7 @@ def test_wandb_has_them_in_its_offline_mode(config_of):
     (file,) = config.folder.rglob("run-*.wandb")
     rows = wandb_rows(file)
     assert [(row["step"], row["loss"]) for row in rows if "loss" in row] == [(0, 0.0), (1, 0.1), (2, 0.2)]
-    assert [(row["step"], row["held out/avg_at_k"]) for row in rows if "held out/avg_at_k" in row] == [(2, 0.5)]
+    assert [(row["step"], row["held out/avg_at_2"]) for row in rows if "held out/avg_at_2" in row] == [(2, 0.5)]
 
 
 def test_a_tracker_that_fails_is_reported_once_and_one_that_hangs_is_waited_for_only_so_long(

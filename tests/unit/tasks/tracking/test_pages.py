@@ -107,11 +107,12 @@ def test_figures_that_repeat_each_other_are_logged_once(config):
     run_id = finished(config)
     names = {name for name in mlflow.get_run(run_id).data.metrics if name.startswith("sums_9-9e0a37/")}
     assert names == {
-        f"sums_9-9e0a37/{name}" for name in ("problems", "samples", "avg_at_k", "ci_low", "ci_high", "truncated")
+        f"sums_9-9e0a37/{name}"
+        for name in ("problems", "samples", "avg_at_1", "avg_at_1_ci_low", "avg_at_1_ci_high", "truncated")
     }
     with tracked_run.track_run(config):
         add_evaluation(RunFolder(config.folder), ROW | {"step": 6, "samples": 4, "benchmark": "four"})
-    assert {"four/pass_at_k", "four/maj_at_k", "four/pass_curve/1"} <= set(mlflow.get_run(run_id).data.metrics)
+    assert {"four/pass_at_4", "four/maj_at_4", "four/pass_curve/1"} <= set(mlflow.get_run(run_id).data.metrics)
 
 
 def test_a_registered_policy_says_what_it_is(config):

@@ -69,7 +69,7 @@ def test_every_number_is_a_metric_every_setting_a_parameter_and_all_lies_under_t
     assert not (others | {"ended_s"}) & set(run.data.metrics)
     history = mlflow.MlflowClient().get_metric_history(run.info.run_id, "loss")
     assert [(point.step, point.value) for point in history] == [(0, 0.0), (1, 1.0), (2, 2.0)]
-    assert run.data.metrics[f"{metric_name('aime@24')}/avg_at_k"] == 0.5
+    assert run.data.metrics[f"{metric_name('aime@24')}/avg_at_1"] == 0.5
     assert run.data.params["train.steps"] == "3"
     assert run.data.params["rollout.group_size"] == "8"
     output = Path(config.run.output).resolve()
@@ -256,7 +256,7 @@ def test_an_artifact_store_that_is_away_is_waited_for_and_leaves_no_figure_to_be
 
     def accuracies():
         run_id = (evaluated.folder / tracked_run.RUN_ID).read_text()
-        return [point.value for point in mlflow.MlflowClient().get_metric_history(run_id, "b/avg_at_k")]
+        return [point.value for point in mlflow.MlflowClient().get_metric_history(run_id, "b/avg_at_1")]
 
     monkeypatch.setattr(mlflow.MlflowClient, "log_artifact", back_later)
     for attempt in range(2):
