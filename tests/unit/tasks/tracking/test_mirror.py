@@ -280,7 +280,13 @@ def test_evaluations_of_another_number_of_samples_have_curves_of_their_own(confi
     """As after a resume with another evaluate.samples."""
     config.folder.mkdir(parents=True, exist_ok=True)
     for step, samples in ((0, 4), (1, 4), (2, 16)):
-        row = EVALUATION | {"step": step, "samples": samples, "pass_at_k": 0.75, "pass_ci_low": 0.5}
+        row = EVALUATION | {
+            "step": step,
+            "samples": samples,
+            "pass_at_k": 0.75,
+            "pass_ci_low": 0.5,
+            "pass_ci_high": 0.9,
+        }
         add_line(config.folder / "evaluations.jsonl", **row)
     with tracked_run.track_run(config) as run_id:
         evaluations.log_finished(config)
