@@ -24,11 +24,11 @@ from typing import Any
 from common import result
 
 from engine.config import Config
+from engine.config.placing import count_devices
 from engine.config.recipe import load_config
 from engine.tools.planner.costs import DEVICES
 from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.planning import StepModel, find_plan, prior_model
-from engine.tools.planner.search import count_devices
 from engine.tools.planner.simulation import Simulated, simulate_run
 
 RECIPES = "infra/recipes/papers"

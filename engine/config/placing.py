@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import os
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -86,6 +87,20 @@ def scorer_devices(config: Config) -> list[int]:
     stage = config.reference_stage
     first = config.parallel.ranks_per_node
     return stage.devices or list(range(first, first + stage.ranks)) if stage is not None else []
+
+
+def count_devices(config: Config, instances: int | None = None) -> int:
+    """Number of devices of the trainer, the scorers and so many instances, by default all of the config. The run's own
+    come first; a device of rollout.devices that trainer ranks use, too (rollout.share_devices), counts once."""
+    rollout = config.rollout
+    count = rollout.instances + config.dry_run.joining if instances is None else instances
+    alone = config.parallel.ranks + config.scorer_ranks + count * rollout.tensor
+    if not rollout.share_devices:
+        return alone
+    ranks = config.parallel.ranks_per_node
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(ranks)))
+    trained = {one.strip() for one in seen.split(",")[:ranks]}
+    return alone - len(trained.intersection(map(str, rollout.devices[: count * rollout.tensor])))
 
 
 def find_overlaps(config: Config, visible: Sequence[int] = ()) -> Iterator[str]:

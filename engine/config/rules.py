@@ -453,6 +453,8 @@ def _check_vllm(config: Tree) -> None:
             '"nccl": batch-invariant vLLM sets NCCL variables that the trainer does not have, so the trainer\'s end '
             'of the communicator would hang; use "gloo" or "file"'
         )
+    if config.rollout.share_devices and config.platform.device == "npu":
+        raise ValueError("rollout.share_devices: NPUs can't be shared; give instances devices of their own")
     if config.rollout.share_devices and "gpu_memory_utilization" not in config.rollout.vllm:
         raise ValueError(
             "rollout.share_devices needs rollout.vllm.gpu_memory_utilization, the share of a device's memory that vLLM "

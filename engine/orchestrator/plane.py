@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from engine.algorithm.alignment import WARM_UP, upper_end
 from engine.config import Config
+from engine.config.placing import count_devices
 from engine.data.loader import PromptLoader
 from engine.errors import DeadlineError, MetronomeError, ServiceConflict
 from engine.model.shape import read_shape
@@ -329,7 +330,7 @@ class Plane:
         step = request.step
         ended = self.steps.end(step)
         pool_size = self.service.pool.size if self.service is not None else 0
-        devices = self.config.parallel.ranks + self.config.scorer_ranks + pool_size * self.config.rollout.tensor
+        devices = count_devices(self.config, pool_size)
         report = StepReport(
             step=step,
             weight_version=step,

@@ -21,6 +21,9 @@ ENGINE_GIB = 3.0
 ENGINE_SHARE = 0.9
 """Share of a device's memory that vLLM takes if rollout.vllm has no gpu_memory_utilization. A little less than vLLM's
 default (0.92 in vLLM 0.32)."""
+CONTEXTS_GIB = 2.0
+"""What trainer and instance hold of a shared device outside of their allocators, above all two contexts. An estimate.
+"""
 CHUNK_BYTES = 2**28
 CHUNKS = 3
 """Log-probabilities are computed in chunks of `CHUNK_BYTES`, up to three at a time (engine.model.logprobs)."""
@@ -102,6 +105,18 @@ def _stage_need(shape: ModelShape, config: Config, stage: int) -> Need:
     who = f"trainer rank of stage {stage + 1} of {config.parallel.pipeline}"
     left = 1.0 - (_engine_share(config) if config.rollout.share_devices else 0.0)
     return Need(who, tuple(term for term in terms if term.bytes), left * config.platform.memory_gib * GIB)
+
+
+def allocator_share(config: Config, device: float) -> float:
+    """The share of a shared device of so many bytes that a trainer rank may allocate (rollout.share_devices): what vLLM
+    leaves, which asks for all of its own share whenever it starts."""
+    return max(0.0, 1.0 - _engine_share(config) - CONTEXTS_GIB * GIB / device)
+
+
+def beside_cache(shape: ModelShape, config: Config) -> int:
+    """Bytes of vLLM's share of a device that are not for the key-value cache."""
+    need, _ = instance_need(shape, config)
+    return int(sum(term.bytes for term in need.terms if term.name != "key-value cache"))
 
 
 def _engine_share(config: Config) -> float:

@@ -12,6 +12,8 @@ from pathlib import Path
 from engine.config import Config
 from engine.config.tree import foreign_cores
 from engine.errors import BadInput
+from engine.model.shape import read_shape
+from engine.run.memory import beside_cache
 
 PYTHON = "METRONOME_VLLM_PYTHON"
 """Environment variable with the interpreter of an environment with vLLM, to use instead of the one from `make vllm`."""
@@ -59,6 +61,8 @@ def instance_command_line(
         "--tensor": str(rollout.tensor),
         "--transport": config.weights.transport,
     }
+    if rollout.share_devices:
+        pairs["--beside-cache"] = str(beside_cache(read_shape(model), config))
     if rollout.vllm:
         pairs["--vllm"] = json.dumps(rollout.vllm)
     environment = {"PYTHONPATH": os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])}

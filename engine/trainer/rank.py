@@ -31,7 +31,14 @@ from engine.run.run_file import Fence
 from engine.run.run_inputs import kept_code
 from engine.run.trace import Trace
 from engine.run.user_code import load_copies
-from engine.trainer.ranks.rank_process import connect_rank, open_session, own_share, run_rank, run_recorded
+from engine.trainer.ranks.rank_process import (
+    connect_rank,
+    leave_memory,
+    open_session,
+    own_share,
+    run_rank,
+    run_recorded,
+)
 from engine.types import StepFigures
 from engine.wire import messages
 from engine.wire.weights.watchdogs import WATCHDOGS
@@ -177,6 +184,7 @@ def _main() -> int:
 def _session(config: Config) -> AbstractContextManager[torch.device]:
     for name, value in WATCHDOGS.get(config.weights.transport, {}).items():
         os.environ.setdefault(name, value)
+    leave_memory(config, platform.get_platform(config.platform.device))
     return open_session(config, config.parallel)
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 from prefect.concurrency.sync import concurrency
 
-from engine.config import Config
+from engine.config import Config, placing
 from engine.errors import BadInput, DeadlineError
 
 NPUS = "ascend-npus"
@@ -62,7 +62,7 @@ def count_devices(config: Config, pool_instances: int = 0, training: bool = True
     tensor = config.rollout.tensor
     needed = max(1, instances) * tensor
     if training:
-        needed = max(needed, config.parallel.ranks + config.scorer_ranks + instances * tensor)
+        needed = max(needed, placing.count_devices(config, instances))
     if device == "npu":
         return needed, NPUS
     return max(needed, visible_cuda_devices() * (config.parallel.nodes if training else 1)), CUDA_DEVICES

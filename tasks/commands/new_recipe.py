@@ -97,8 +97,8 @@ def recipe_text(keys: Keys) -> str:
 def _accepted(wishes: Wishes) -> tuple[Keys, Config]:
     """The first layout that the dry run accepts. Raises BadInput with what it says about the last one."""
     refusal = BadInput(
-        f"--devices {wishes.devices}: expected 1, or an even number up to {MOST}, of one node; for several nodes begin "
-        f"with a recipe in {HOME / 'infra/recipes/papers'}"
+        f"--devices {wishes.devices}: expected an even number up to {MOST} of one node, or one GPU, which is "
+        f"shared; for several nodes begin with a recipe in {HOME / 'infra/recipes/papers'}"
     )
     for layout in _layouts(wishes):
         keys = _keys(wishes, layout)
@@ -114,14 +114,14 @@ def _accepted(wishes: Wishes) -> tuple[Keys, Config]:
 
 def _layouts(wishes: Wishes) -> Iterator[Keys]:
     """Half of the devices for training and half for rollouts: first with few devices for each copy of the model, and
-    without the settings that save memory. One device is shared."""
+    without the settings that save memory. One GPU is shared."""
     count = wishes.devices
     if wishes.device == "cpu":
         yield {"rollout.engine": "embedded"}
         return
     node: Keys = {"platform.device": wishes.device, "platform.devices_per_node": max(NODE, count)}
     node["platform.memory_gib"] = wishes.memory_gib or MEMORY_GIB[wishes.device]
-    if count == 1:
+    if count == 1 and wishes.device == "cuda":
         shared: Keys = {"rollout.share_devices": True, "rollout.vllm.gpu_memory_utilization": 0.4}
         shared |= {"rollout.devices": [0], "weights.transport": "file"}
         yield from ({"rollout.engine": "vllm", **shared, **smaller, **node} for smaller in SMALLER)

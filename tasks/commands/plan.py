@@ -13,6 +13,7 @@ import tomli_w
 
 from engine.config import Config
 from engine.config.keys import flatten_keys, nest_keys
+from engine.config.placing import count_devices
 from engine.config.recipe import HOME
 from engine.errors import BadInput, counted
 from engine.run.files import write_atomically
@@ -32,7 +33,7 @@ from engine.tools.planner.planning import (
     plan_sensitivity,
     prior_model,
 )
-from engine.tools.planner.search import Ranked, change_config, core_layout, count_devices, on_cpu
+from engine.tools.planner.search import Ranked, change_config, core_layout, on_cpu
 from tasks.commands.compare import align_columns
 from tasks.stages.orchestrator_process import run_training
 from tasks.terminal import console

@@ -2,15 +2,18 @@
 
 import asyncio
 import sys
+import types
 from pathlib import Path
 
 import pytest
 
 from engine.errors import BadInput
 from engine.instance.vllm import serve
+from engine.model.shape import read_shape
 from engine.run import vllm_command as commands
 from engine.run.commands import instance_command
 from engine.run.instance_process import InstanceProcess
+from engine.run.memory import ENGINE_GIB, GIB, total_parameters
 from engine.run.process import Child
 from support.tiny_models import save
 from support.vllm_instance import TOKEN, config
@@ -48,6 +51,23 @@ def test_arguments_of_the_recipe_reach_vllms_command_line_last(monkeypatch, tmp_
         '--compilation-config={"cudagraph_mode": "FULL_DECODE_ONLY"}',
     ]
     assert "--enforce-eager" in line  # on a CPU; vLLM takes the last
+
+
+@pytest.mark.parametrize(("given", "wanted"), [({}, 0.4 * 80 * GIB), ({"kv_cache_memory_bytes": 5}, None)])
+def test_the_cache_on_a_shared_device_is_not_measured_beside_the_trainer(monkeypatch, tmp_path, given, wanted):
+    """It is vLLM's share without the weights and the allowance of the dry run."""
+    monkeypatch.setenv(commands.PYTHON, sys.executable)
+    platforms = types.ModuleType("vllm.platforms")
+    platforms.current_platform = types.SimpleNamespace(get_device_total_memory=lambda: 80 * GIB)
+    monkeypatch.setitem(sys.modules, "vllm.platforms", platforms)
+    shared = on_a_cpu({"gpu_memory_utilization": 0.4, **given})
+    shared = shared.model_copy(update={"rollout": shared.rollout.model_copy(update={"share_devices": True})})
+    model = Path(save(tmp_path / "m"))
+    made = commands.instance_command_line(config=shared, model=model, name="i", number=0, port_file=tmp_path)[0]
+    line = serve._vllm_arguments(serve._parser().parse_args(made[3:]), 8000)
+    (cache,) = [one.partition("=")[2] for one in line if one.startswith("--kv-cache-memory-bytes=")]
+    weights = total_parameters(read_shape(model)) * 4
+    assert int(cache) == (5 if wanted is None else pytest.approx(wanted - weights - ENGINE_GIB * GIB, abs=2))
 
 
 @pytest.mark.vllm

@@ -110,6 +110,13 @@ def _parser() -> argparse.ArgumentParser:
         "--device", choices=("cpu", "cuda", "npu"), default="cpu", help="device that this vLLM was built for"
     )
     parser.add_argument("--tensor", type=int, default=1, help="devices (processes on a CPU) that share the model")
+    parser.add_argument(
+        "--beside-cache",
+        type=int,
+        default=0,
+        metavar="BYTES",
+        help="on a device that a trainer rank uses, too: what of gpu_memory_utilization is not for the key-value cache",
+    )
     parser.add_argument("--transport", default="file", help="weights.transport of the run")
     parser.add_argument("--routes", action="store_true", help="record the experts of each token (routing replay)")
     parser.add_argument(
@@ -185,6 +192,11 @@ def _vllm_arguments(options: argparse.Namespace, port: int) -> list[str]:
     if options.head_dtype != "model":
         _check_head()
         theirs["hf_overrides"] = {**theirs.get("hf_overrides", {}), "head_dtype": options.head_dtype}
+    if options.beside_cache:  # vLLM would count as its own what the trainer allocates while it measures
+        from vllm.platforms import current_platform
+
+        share = theirs["gpu_memory_utilization"] * current_platform.get_device_total_memory()
+        theirs.setdefault("kv_cache_memory_bytes", int(share) - options.beside_cache)
     if options.profile is not None:
         theirs.setdefault("profiler_config", {**PROFILER, "torch_profiler_dir": str(options.profile / options.name)})
     return [*own, *(part for name, value in theirs.items() for part in _as_vllm_takes(_flag(name), value))]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from engine.config import Config
-from engine.config.placing import describe_placing, find_overlaps, joining_nodes
+from engine.config.placing import count_devices, describe_placing, find_overlaps, joining_nodes
 from engine.errors import BadInput, counted
 from engine.model.shape import ModelShape
 from engine.orchestrator.checks import check_layouts, unfit_rollouts, unreached
@@ -37,7 +37,7 @@ class RunPlan:
     @property
     def devices(self) -> int:
         """The total number of devices for training, scoring and rollouts."""
-        return self.config.parallel.ranks + self.config.scorer_ranks + self.instances * self.config.rollout.tensor
+        return count_devices(self.config)
 
 
 def plan_run(config: Config) -> RunPlan:

@@ -11,6 +11,7 @@ from operator import attrgetter
 from typing import Any
 
 from engine.config import Config
+from engine.config.placing import count_devices
 from engine.config.tree import usable_cores
 from engine.errors import BadInput
 from engine.model.shape import ModelShape, check_layout
@@ -69,12 +70,6 @@ class Ranked:
     def devices(self) -> int:
         """Number of devices for training, scoring and rollouts."""
         return count_devices(self.candidate.config)
-
-
-def count_devices(config: Config) -> int:
-    """The number of devices that a configuration uses."""
-    instances = config.rollout.instances + config.dry_run.joining
-    return config.parallel.ranks + config.scorer_ranks + instances * config.rollout.tensor
 
 
 def search_settings(

@@ -15,10 +15,11 @@ from engine.client.connection import Connection
 from engine.config import Config, Parallel
 from engine.config.tree import usable_cores
 from engine.errors import MetronomeError
-from engine.platform.base import Platform
+from engine.platform.base import Accelerator, Platform
 from engine.platform.near_cores import choose_cores
 from engine.run.disk import named_disk_errors
 from engine.run.logs import log_line
+from engine.run.memory import allocator_share
 from engine.run.process import bind_cores
 from engine.wire.access_token import access_token
 from engine.wire.certificate import own_certificate
@@ -96,6 +97,14 @@ def bind_near_device(machine: Platform) -> None:
     if cores := choose_cores(device, machine.near_cores(), usable_cores(), least):
         bind_cores(cores)
         log_line(f"rank {os.environ.get('RANK', 0)}: bound to the CPU cores {cores}, near {machine.name}:{device}")
+
+
+def leave_memory(config: Config, machine: Platform) -> None:
+    """Limit what this rank allocates to what vLLM leaves of their device, where they share it."""
+    if config.rollout.share_devices and isinstance(machine, Accelerator):
+        device = machine.device(int(os.environ.get("LOCAL_RANK", "0")))
+        held = machine.api().get_device_properties(device).total_memory
+        machine.api().set_per_process_memory_fraction(allocator_share(config, held), device)
 
 
 def connect_rank(config: Config, url: str, name: str) -> Connection:

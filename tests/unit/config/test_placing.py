@@ -3,11 +3,13 @@
 import pytest
 
 from engine.config import Config
-from engine.config.placing import bundles_of
+from engine.config.placing import bundles_of, count_devices
 from engine.config.recipe import load_config
+from engine.errors import BadInput
 from engine.run.folder import dump_config
-from engine.tools.dry_run.plan import plan_run
-from support.runs import ROOT
+from engine.tools.dry_run.plan import RunPlan, plan_run
+from support.runs import ROOT, overrides
+from tasks.cluster import devices
 
 NPU = ["rollout.engine=vllm", "platform.device=npu"]
 ON_RAY = ["cluster.engine=ray"]
@@ -45,3 +47,35 @@ def test_all_instances_join_a_run_on_ray_and_reading_its_config_again_changes_no
     again = tmp_path / "config.toml"
     dump_config(there, again)
     assert load_config(again) == there
+
+
+SHARED = {"rollout.engine": "vllm", "rollout.share_devices": True, "rollout.vllm.gpu_memory_utilization": 0.4}
+
+
+@pytest.mark.parametrize(
+    ("keys", "visible", "wanted"),
+    [
+        ({"rollout.devices": [0]}, None, 1),
+        ({"rollout.devices": [3]}, "3", 1),
+        ({"rollout.devices": [0]}, "3", 2),
+        ({"rollout.devices": [0, 1, 2, 3], "rollout.instances": 4, "parallel.data": 4}, None, 4),
+        ({"rollout.devices": [2, 3, 4, 5], "rollout.instances": 2, "rollout.tensor": 2, "parallel.data": 4}, None, 6),
+        ({"rollout.devices": [0], "dry_run.joining": 2, "rollout.listen": "10.0.0.1:7000"}, None, 3),
+        ({"rollout.devices": [1], "rollout.share_devices": False}, None, 2),
+    ],
+)
+def test_a_device_that_trainer_and_instances_share_counts_once(monkeypatch, tmp_path, keys, visible, wanted):
+    """In the dry run, and for the limit of Prefect."""
+    monkeypatch.setattr(devices, "CUDA_FILES", tmp_path)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    if visible is not None:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    given = SHARED | {"platform.device": "cuda"} | keys
+    config = load_config(None, overrides(given))
+    assert RunPlan(config, *[None] * 5).devices == count_devices(config) == wanted
+    assert devices.count_devices(config) == (wanted - config.dry_run.joining, devices.CUDA_DEVICES)
+
+
+def test_npus_are_not_shared():
+    with pytest.raises(BadInput, match="NPUs can't be shared"):
+        load_config(None, overrides(SHARED | {"platform.device": "npu"}))

@@ -69,7 +69,8 @@ def test_a_recipe_for_npus_from_answers(tmp_path):
 @pytest.mark.parametrize(("model", "devices"), [("Qwen/Qwen3-1.7B", 1), ("Qwen/Qwen3-8B", 16)])
 def test_one_device_is_shared_and_a_large_model_is_split(tmp_path, model, devices):
     path = tmp_path / "own.toml"
-    given = {"--model": model, "--data": PROBLEMS, "--reward": "math", "--device": "npu", "--devices": devices}
+    given = {"--model": model, "--data": PROBLEMS, "--reward": "math", "--devices": devices}
+    given["--device"] = "cuda" if devices == 1 else "npu"
     done = init(path, *[part for pair in given.items() for part in pair])
     assert done.exit_code == 0, done.output
     config = checked(path)
@@ -95,7 +96,8 @@ def test_the_model_is_told_where_a_built_in_reward_looks(tmp_path, monkeypatch, 
     ("changed", "told"),
     [
         ({"--model": ""}, "metronome init: --model is missing, and nobody answers the question"),
-        ({"--devices": 3}, "--devices 3: expected 1, or an even number up to 16"),
+        ({"--devices": 3}, "--devices 3: expected an even number up to 16"),
+        ({"--devices": 1}, "--devices 1: expected an even number up to 16 of one node, or one GPU"),
         ({"--model": "Qwen/Qwen2.5-32B", "--devices": 2}, "too little memory on a trainer rank"),
     ],
 )
