@@ -170,7 +170,7 @@ def run_side(side: str, settings: dict[str, str | int], spare: bool) -> None:
         os.environ[TOKEN] = own_token()
         with socket.create_server(("127.0.0.1", 0)) as free:
             settings["rollout.listen"] = f"127.0.0.1:{free.getsockname()[1]}"
-        settings |= {"rollout.instances": 0, "dry_run.joining": INSTANCES}
+        settings |= {"rollout.instances": 0}
         config = load_config(None, [f"{key}={value}" for key, value in settings.items()])
         file = Path(config.run.output) / f"{config.run.name}-instances.toml"
         dump_config(config, file)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial, wraps
 from importlib import metadata
@@ -113,7 +113,11 @@ def _print_plan(config: Config) -> None:
     made = plan_run(config)
     if has_device(config):
         check_machine(config)
-    for title, rows in plan_sections(made).items():
+    _print_sections(plan_sections(made))
+
+
+def _print_sections(sections: Mapping[str, Mapping[str, str]]) -> None:
+    for title, rows in sections.items():
         console.print_table(title, rows)
     console.print_page("\nNothing was started. Memory is computed, not measured: docs/hardware.md says what it covers.")
 
@@ -207,14 +211,22 @@ def evaluate(
 ) -> None:
     """Measure the accuracy of a model on a benchmark, with its interval, and add a line to the run folder's
     evaluations.jsonl."""
+    from engine.data.hub import is_model_name
     from engine.run.served_model import model_folder
     from flows.local import evaluate_here
     from tasks.commands.export import policy_folder
     from tasks.stages.input_checks import check_inputs, with_model_folder
 
-    given = [f"model.path={model_folder(policy_folder(model, overrides))[0]}"] if model else []
+    if model and not (is_model_name(model) and load_config(_named(recipe), overrides).run.dry):
+        model = str(model_folder(policy_folder(model, overrides))[0])
+    given = [f"model.path={model}"] if model else []
     given += [f"evaluate.benchmark={benchmark}"] if benchmark else []
     config = load_config(_named(recipe), [*overrides, *given])
+    if config.run.dry:
+        from engine.tools.dry_run import evaluation_sections
+
+        _print_sections(evaluation_sections(config))
+        return
     config = with_model_folder(check_inputs(config, training=False, evaluates=True)[0])
     evaluate_here(config)
 

@@ -54,6 +54,19 @@ def find_file(path: str) -> Path:
     return shipped if shipped.exists() else here
 
 
+SMOLLM2 = "data/smollm2"
+"""Folder of the pretrained model of infra/recipes/smollm2*.toml, which the repository does not have."""
+
+
+def check_made(path: str) -> None:
+    """Raise BadInput if a model's path is that of SmolLM2, and it is not there yet."""
+    if path == SMOLLM2 and not find_file(path).is_dir():
+        raise BadInput(
+            f"model.path = {path!r} is not there yet: `make smollm2` makes it and trains it (`make {path}` only makes "
+            f"it; without make: python -m data.make_smollm2, in {HOME})"
+        )
+
+
 PATHS = ("model.path", "data.train", "data.heldout", "evaluate.folder", "evaluate.benchmark", "checkpoint.path")
 """Keys that name files of the user's. checkpoint.path may name a folder that is not there yet, or an address."""
 FUNCTIONS = (

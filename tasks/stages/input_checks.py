@@ -13,7 +13,7 @@ from pathlib import Path
 
 from engine.config import Config, Model
 from engine.config.no_effect import without_effect
-from engine.config.recipe import HOME, find_file
+from engine.config.recipe import HOME, check_made, find_file
 from engine.config.rules import ratio_is_one
 from engine.data.named_models import fetch_named, is_named_model
 from engine.data.prepared import Prepared, prepare_problems
@@ -106,7 +106,8 @@ def check_inputs(
     """
     if config.run.dry:  # commands that allow run.dry do not call this
         raise BadInput(
-            "run.dry only prints the plan of a recipe: `metronome run RECIPE --set run.dry=true`; set it to false here"
+            "run.dry only prints the plan of a recipe: `metronome run RECIPE --set run.dry=true`, or evaluate; set "
+            "it to false here"
         )
     if training and sampling:
         if config.cluster.engine != "ray":
@@ -310,6 +311,7 @@ def local_model(path: str, output: str) -> str:
     """The folder in the cache if a path is the name of a model on the Hugging Face hub, or an address on S3; the folder
     of a registered model (`registered_folder`) in `output`; else the path. Shows a download and raises BadInput
     like `fetch_named`."""
+    check_made(path)
     if path.startswith("models:/"):
         from tasks.tracking.registered_policies import registered_folder  # MLflow takes seconds to load
 

@@ -2,6 +2,7 @@
 tables."""
 
 from engine.tools.dry_run.plan import RunPlan as RunPlan
+from engine.tools.dry_run.plan import evaluation_sections as evaluation_sections
 from engine.tools.dry_run.plan import has_device as has_device
 from engine.tools.dry_run.plan import plan_run as plan_run
 from engine.tools.dry_run.plan import plan_sections as plan_sections

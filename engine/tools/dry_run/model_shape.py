@@ -8,7 +8,7 @@ from functools import cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from engine.config.recipe import HOME, find_file
+from engine.config.recipe import HOME, check_made, find_file
 from engine.data.hub import fetch_shape, is_model_name
 from engine.data.named_models import fetch_s3_config
 from engine.errors import BadInput
@@ -22,6 +22,7 @@ PUBLISHED = HOME / "infra/recipes/papers/models.json"
 def shape_of(path: str) -> tuple[ModelShape, str]:
     """The shape of `model.path` and its source: config.json if the folder exists or is on S3, else that of a model of
     the papers' recipes, else config.json on the Hugging Face hub. Raises BadInput for a model with none of them."""
+    check_made(path)
     if path.startswith(SCHEME):
         return _shape_on_s3(path), "config.json on S3"
     folder = find_file(path)

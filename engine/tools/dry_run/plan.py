@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from engine.config import Config
 from engine.config.placing import count_devices, describe_placing, find_overlaps, joining_nodes
 from engine.errors import BadInput, counted
+from engine.evaluation.benchmarks import with_evaluation_context
 from engine.model.shape import ModelShape
 from engine.orchestrator.checks import check_layouts, unfit_rollouts, unreached
 from engine.run.limits import Limit, machine_limits
@@ -53,16 +54,54 @@ def plan_run(config: Config) -> RunPlan:
         *_lengths(made),
         *_batch(made),
         *_devices(made),
-        *_memory(made),
+        *_memory(made.trainer, made.instance),
         *_too_little(made),
     ]
-    if reasons:
-        raise BadInput("this can't run as it stands: " + (reasons[0] if len(reasons) == 1 else _listed(reasons)))
+    _check(reasons)
     return made
 
 
-def _listed(reasons: list[str]) -> str:
-    return "".join(f"\n  - {reason}" for reason in reasons)
+def evaluation_sections(config: Config) -> dict[str, dict[str, str]]:
+    """The plan of an evaluation alone, which has instances and no trainer, as `plan_sections` gives it. Raises BadInput
+    with all reasons why it cannot work."""
+    config = with_evaluation_context(config)
+    shape, source = shape_of(config.model.path)
+    instance, cache = instance_need(shape, config)
+    evaluate = config.evaluate
+    count = max(1, config.rollout.instances) + config.dry_run.joining
+    devices = count * config.rollout.tensor
+    told = f"rollouts {count} × {config.rollout.tensor}"
+    _check([*unfit_rollouts(config, shape), *_too_many(config, devices, told), *_memory(instance)])
+    return {
+        "Model": _model(config, shape, source),
+        "Devices": {"in all": f"{told} = {devices}"},
+        f"Memory of a {instance.who}": _terms(instance) | _cache(cache),
+        "Evaluation": {
+            "benchmarks": evaluate.benchmark or config.data.heldout or "held-out problems of data.train",
+            "problems": f"{'at most ' + str(evaluate.problems) if evaluate.problems else 'all'} of each",
+            "responses": f"{evaluate.samples} for each problem, of at most {evaluate.max_new_tokens:,} tokens",
+        },
+    }
+
+
+def _check(reasons: list[str]) -> None:
+    """Raise BadInput with the reasons if there are any."""
+    if reasons:
+        told = reasons[0] if len(reasons) == 1 else "".join(f"\n  - {reason}" for reason in reasons)
+        raise BadInput(f"this can't run as it stands: {told}")
+
+
+def _too_many(config: Config, devices: int, told: str) -> Iterator[str]:
+    """Reasons why there are too few devices in all, or on a node for an instance. `told`: their sum, in words."""
+    given = config.platform.devices
+    node = config.platform.devices_per_node
+    if given and devices > given:
+        yield f"{told} = {devices} devices, and platform.devices gives {given}"
+    if config.rollout.tensor > node:
+        yield (
+            f"rollout.tensor = {config.rollout.tensor} is more than a node has (platform.devices_per_node = {node}): "
+            "an instance runs on one node"
+        )
 
 
 def _lengths(made: RunPlan) -> Iterator[str]:
@@ -90,20 +129,13 @@ def _batch(made: RunPlan) -> Iterator[str]:
 
 def _devices(made: RunPlan) -> Iterator[str]:
     config = made.config
-    given = made.config.platform.devices
-    if given and made.devices > given:
-        yield f"{_device_sum(made)} = {made.devices} devices, and platform.devices gives {given}"
+    yield from _too_many(config, made.devices, _device_sum(made))
     parallel = config.parallel
     node = config.platform.devices_per_node
     if parallel.ranks_per_node > node:
         yield (
             f"parallel.nodes = {parallel.nodes} puts {parallel.ranks_per_node} trainer ranks on each node, which has "
             f"{node} devices (platform.devices_per_node)"
-        )
-    if config.rollout.tensor > node:
-        yield (
-            f"rollout.tensor = {config.rollout.tensor} is more than a node has (platform.devices_per_node = {node}): "
-            "an instance runs on one node"
         )
     if config.places_on_devices:
         yield from find_overlaps(config)
@@ -114,8 +146,8 @@ def _devices(made: RunPlan) -> Iterator[str]:
     yield from unreached(config)
 
 
-def _memory(made: RunPlan) -> Iterator[str]:
-    for need in (made.trainer, made.instance):
+def _memory(*needs: Need) -> Iterator[str]:
+    for need in needs:
         if not need.fits:
             yield f"too little memory on a {need.who}: {need.summed()}"
 
@@ -154,7 +186,7 @@ def _device_sum(made: RunPlan) -> str:
 def plan_sections(made: RunPlan) -> dict[str, dict[str, str]]:
     """The plan as titled two-column tables."""
     tables = {
-        "Model": _model(made),
+        "Model": _model(made.config, made.shape, made.source),
         "Devices": {"in all": f"{_device_sum(made)} = {made.devices}", **dict(_spare(made))},
         f"Memory of a {made.trainer.who}": _terms(made.trainer) | _host(made),
         f"Memory of a {made.instance.who}": _terms(made.instance) | _cache(made.cache),
@@ -164,12 +196,11 @@ def plan_sections(made: RunPlan) -> dict[str, dict[str, str]]:
     return {title: rows for title, rows in tables.items() if rows}
 
 
-def _model(made: RunPlan) -> dict[str, str]:
-    shape = made.shape
+def _model(config: Config, shape: ModelShape, source: str) -> dict[str, str]:
     return {
-        made.config.model.path: f"{total_parameters(shape):,} parameters ({shape.architecture}, {made.source})",
+        config.model.path: f"{total_parameters(shape):,} parameters ({shape.architecture}, {source})",
         "layers": f"{shape.layers} of {shape.hidden}, {shape.heads} heads, {shape.kv_heads} key-value heads",
-        "positions": f"{made.config.rollout.max_context:,} used of {shape.context:,}",
+        "positions": f"{config.rollout.max_context:,} used of {shape.context:,}",
     }
 
 

@@ -12,7 +12,7 @@ from engine.errors import BadInput
 from engine.platform import PLATFORMS
 from engine.run import limits
 from engine.run.memory import GIB, rank_parameters, total_parameters
-from engine.tools.dry_run import plan_run, plan_sections
+from engine.tools.dry_run import evaluation_sections, plan_run, plan_sections
 from engine.tools.dry_run.model_shape import PUBLISHED, shape_of
 from support.paper_recipes import DEVICES
 
@@ -238,3 +238,59 @@ def test_a_plan_for_devices_that_are_not_here_only_shows_the_limits_of_this_mach
     monkeypatch.setattr(PLATFORMS["npu"], "present", lambda: True, raising=False)
     with pytest.raises(BadInput, match="open files: the run needs"):
         plan_run(recipe(BASE))
+
+
+EVALUATED = [
+    "rollout.engine=vllm",
+    "rollout.tensor=2",
+    "platform.device=npu",
+    "model.path=Qwen/Qwen3-8B",
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "responses"),
+    [
+        ("aime24", "8 for each problem, of at most 32,768 tokens"),
+        ("gac_benchmarks", "1 for each problem, of at most 1,536"),
+    ],
+)
+def test_an_evaluation_has_a_plan_without_a_trainer(name, responses):
+    """A trainer of this size would need 170 GiB."""
+    config = load_config(f"infra/recipes/{name}.toml", EVALUATED)
+    tables = evaluation_sections(config)
+    assert tables["Evaluation"]["responses"].startswith(responses)
+    assert tables["Devices"]["in all"] == "rollouts 1 × 2 = 2"
+    assert f"{config.evaluate.max_context:,} tokens" in tables["Memory of a rollout device"]["key-value cache"]
+
+
+@pytest.mark.parametrize(
+    ("key", "said"),
+    [
+        ("evaluate.max_context=50000", "rollout.max_context = 50,000 is more than the 40,960"),
+        ("platform.memory_gib=24", "too little memory on a rollout device: weights 15.3 GiB"),
+        ("platform.devices=1", "rollouts 1 × 2 = 2 devices, and platform.devices gives 1"),
+        ("rollout.tensor=16", "rollout.tensor = 16 is more than a node has"),
+    ],
+)
+def test_an_evaluation_that_can_not_run_is_refused(key, said):
+    with pytest.raises(BadInput, match=said):
+        evaluation_sections(load_config("infra/recipes/aime24.toml", [*EVALUATED, key]))
+
+
+def test_the_command_plans_an_evaluation_of_a_model_that_is_not_here():
+    from flows.cli import app
+
+    sets = [part for key in [*EVALUATED[:3], "run.dry=true"] for part in ("--set", key)]
+    done = CliRunner().invoke(app, ["evaluate", "infra/recipes/aime24.toml", "--model", "Qwen/Qwen3-8B", *sets])
+    assert (done.exit_code, "published config.json" in done.output) == (0, True), done.output
+
+
+@pytest.mark.parametrize(("command", "dry"), [("run", "true"), ("train", "false"), ("evaluate", "false")])
+def test_a_recipe_of_smollm2_says_how_its_model_is_made(monkeypatch, tmp_path, command, dry):
+    from flows.cli import app
+
+    monkeypatch.setattr("engine.config.recipe.find_file", lambda path: tmp_path / path)
+    sets = ["--set", f"run.output={tmp_path}", "--set", f"run.dry={dry}"]
+    done = CliRunner().invoke(app, [command, f"{HOME}/infra/recipes/smollm2.toml", *sets])
+    assert (done.exit_code, "`make smollm2` makes it" in done.output) == (2, True), done.output
