@@ -216,6 +216,18 @@ async def test_what_is_malformed_too_large_or_out_of_turn_is_refused_without_eff
     assert (plane.steps.numbers, plane.status()["held_bytes"], plane.status()["version"]) == ([], 0, version)
 
 
+async def test_prompts_of_all_steps_that_are_not_over_count_together(made, monkeypatch):
+    plane = await made(train__prompts_per_step=1, train__mode="bounded", train__max_staleness=3)
+    await plane.answer(own())
+    one = plane.status()["held_bytes"]
+    monkeypatch.setattr("engine.orchestrator.batches.MOST_BYTES", int(2.5 * one))
+    await plane.answer(msgspec.structs.replace(own(), step=1))
+    assert plane.status()["held_bytes"] == 2 * one
+    with pytest.raises(ServiceFull, match=f"holds {2 * one:,} bytes"):
+        await plane.answer(msgspec.structs.replace(own(), step=2))
+    await plane.close()
+
+
 async def test_groups_that_are_sampled_for_programs_have_a_limit(made):
     plane = await made()
     waiting = [asyncio.create_task(plane.answer(SAMPLE)) for _ in range(SAMPLED_AT_ONCE)]
