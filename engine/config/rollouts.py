@@ -28,7 +28,7 @@ SET_ELSEWHERE = {
 _ONE_ENGINE = "an instance is one engine on rollout.tensor devices; more devices are more instances (rollout.instances)"
 _SERVED = "the server is Metronome's own, and sets CORS and logging itself"
 REFUSED = {
-    "logprobs_mode": "the trainer needs log-probabilities of the logits that are sampled from (processed_logprobs)",
+    "logprobs_mode": "the trainer needs log-probabilities after the temperature and before top_p",
     "generation_config": "sampling is set in the recipe, not in a file of the model",
     "worker_extension_cls": "Metronome's own class is set there, which receives the weights",
     "seed": "each instance gets a different one, otherwise two would sample the same responses; for reproducible "
@@ -110,7 +110,8 @@ class Rollout(Table):
     """Temperature of sampling, and of the log-probabilities that trainer and instances compute."""
     top_p: float = Field(default=1.0, gt=0, le=1)
     """Probability mass of the most likely tokens that are sampled from; 1 is all of them. Keep it at 1 in training:
-    with less, trainer and instances give a token different probabilities (a warning says so)."""
+    with less, responses do not come from the distribution that is trained (a warning says so). Trainer and instances
+    compute log-probabilities of the whole distribution."""
     top_k: int = Field(default=0, ge=0)
     """Number of most likely tokens that are sampled from; 0 is all of them. Keep it at 0 in training, as top_p at 1."""
     stop: list[str] = []

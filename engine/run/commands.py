@@ -10,6 +10,7 @@ from pathlib import Path
 from engine.config import Config, Queue
 from engine.errors import BadInput
 from engine.run.process import python_command
+from engine.wire.weights.watchdogs import WATCHDOGS
 
 TRAINER_RANK = "engine.trainer.rank"
 """Module of a trainer rank."""
@@ -76,7 +77,9 @@ def trainer_environment(config: Config, instances_elsewhere: bool) -> dict[str, 
     its manual takes loopback last. On several nodes, each agent chooses
     gloo's interface (engine.trainer.ranks.agent). A variable that the user has set is kept.
     """
-    found = {"OMP_NUM_THREADS": str(config.trainer_threads)} | rank_defaults(config.parallel.tensor)
+    found = {"OMP_NUM_THREADS": str(config.trainer_threads)} | rank_defaults(
+        config.parallel.tensor, config.weights.transport
+    )
     if config.most_trainer_threads > config.trainer_threads and WAIT_POLICY not in os.environ:
         found[WAIT_POLICY] = "PASSIVE"
     if config.parallel.nodes > 1:
@@ -87,13 +90,14 @@ def trainer_environment(config: Config, instances_elsewhere: bool) -> dict[str, 
     return found | _on_loopback(names)
 
 
-def rank_defaults(tensor: int) -> dict[str, str]:
-    """Variables for the ranks of any node, except those that the user has set. `tensor`: size of the tensor layout.
+def rank_defaults(tensor: int, transport: str = "file") -> dict[str, str]:
+    """Variables for the ranks of any node, except those that the user has set. `tensor`: size of the tensor layout;
+    `transport`: weights.transport, if the ranks send weights.
 
     Rows vary in length, so segments of a fixed size would fragment device memory. Megatron overlaps collectives of
     tensor ranks with matrix products only if a device starts kernels in the order of the calls.
     """
-    found = {"PYTORCH_ALLOC_CONF": EXPANDABLE, "PYTORCH_NPU_ALLOC_CONF": EXPANDABLE}
+    found = {"PYTORCH_ALLOC_CONF": EXPANDABLE, "PYTORCH_NPU_ALLOC_CONF": EXPANDABLE, **WATCHDOGS.get(transport, {})}
     if tensor > 1:
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # an older name of PYTORCH_ALLOC_CONF

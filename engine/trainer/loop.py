@@ -212,8 +212,7 @@ class Loop:
                 f"step {step}, prompts {[group.prompt.id for group in window]}: trainer and instances "
                 f"{sorted({response.instance for group in window for response in group.responses})} disagree on the "
                 f"same tokens: max|ratio - 1| = {gap:.3g}, limit train.ratio_gap_limit = {limit:.3g}. Their weights or "
-                "their numerics differ: a weight sync went wrong, or sampling is not comparable (rollout.top_p, "
-                "rollout.top_k)"
+                "their numerics differ"
             )
 
     @contextmanager

@@ -41,7 +41,6 @@ from engine.trainer.ranks.rank_process import (
 )
 from engine.types import StepFigures
 from engine.wire import messages
-from engine.wire.weights.watchdogs import WATCHDOGS
 
 if TYPE_CHECKING:
     from engine.trainer.policy import Policy
@@ -182,8 +181,6 @@ def _main() -> int:
 
 
 def _session(config: Config) -> AbstractContextManager[torch.device]:
-    for name, value in WATCHDOGS.get(config.weights.transport, {}).items():
-        os.environ.setdefault(name, value)
     leave_memory(config, platform.get_platform(config.platform.device))
     return open_session(config, config.parallel)
 

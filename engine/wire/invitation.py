@@ -52,6 +52,8 @@ class Invitation(msgspec.Struct):
     """Compute threads per rank."""
     tensor: int
     """Tensor ranks of the layout."""
+    transport: str
+    """weights.transport of the run."""
 
 
 def write_invitation(
@@ -70,6 +72,7 @@ def write_invitation(
         certificate=certificate,
         threads=config.trainer_threads,
         tensor=config.parallel.tensor,
+        transport=config.weights.transport,
     )
     before = os.umask(0o077)
     try:

@@ -44,8 +44,9 @@ case $device in
         [ "${SOC_VERSION:-ascend910b1}" = ascend910b1 ] || built='^vllm(-ascend)?=='
         grep -v -E "$built" "$list" > "$venv/wheels.txt"
         pip --no-deps -r "$venv/wheels.txt"
+        # both import torch while building, and torch would load torch-npu, which needs CANN's environment.
         # vllm-ascend's setup.py starts the python3 and the cmake of PATH, and asks the former where torch-npu is
-        build() { PATH="$(cd "$venv/bin" && pwd):$PATH" pip --no-cache-dir --no-deps --no-build-isolation --no-binary "$1" "$(pinned "$1")"; }
+        build() { TORCH_DEVICE_BACKEND_AUTOLOAD=0 PATH="$(cd "$venv/bin" && pwd):$PATH" pip --no-cache-dir --no-deps --no-build-isolation --no-binary "$1" "$(pinned "$1")"; }
         # without the version pip would refuse the package: vLLM adds "+empty" to it
         VLLM_TARGET_DEVICE=empty VLLM_VERSION_OVERRIDE=$(pinned vllm | cut -d = -f 3) build vllm
         # with its batch-invariant kernels (rollout.deterministic), as in its Dockerfiles; PyPI's wheels have none

@@ -14,6 +14,7 @@ from prefect.concurrency.sync import concurrency
 
 from engine.config import Config, placing
 from engine.errors import BadInput, DeadlineError
+from tasks.cluster.local_server import OWN
 
 NPUS = "ascend-npus"
 """Name of the limit of NPUs; `metronome deploy --npus N` creates it."""
@@ -24,7 +25,7 @@ CPU_SLOTS = "cpu-slots"
 OPTIONS = {NPUS: "--npus", CUDA_DEVICES: "--cuda-devices", CPU_SLOTS: "--cpu-slots"}
 """Options of `metronome deploy` by limit."""
 UNCOUNTED = {CUDA_DEVICES: "CUDA devices", CPU_SLOTS: "runs on a CPU"}
-"""What is not counted while its limit does not exist. Runs on NPUs are refused then."""
+"""What is not counted while its limit does not exist. Runs on NPUs are refused then, unless the server is their own."""
 LEASE_S = 120.0
 """Seconds after which the NPUs of a killed run are free again; Prefect's default is 300 s. A living run renews its
 lease every 90 s, with three attempts within a few seconds. If the server answers none of them, the run loses its lease.
@@ -84,8 +85,9 @@ def hold_devices(count: int, limit: str = NPUS, wait_s: float = 86400.0) -> Iter
     """Hold `count` slots of a limit during the body. They are all taken at once, so two runs cannot block each other.
 
     A run that loses its lease is ended, because two runs on one device would both fail. CUDA devices and CPU slots are
-    not counted if their limit does not exist; 0 slots need none. Raises DeadlineError after `wait_s`, by default a day,
-    and BadInput if the limit is less than `count` or, for NPUs, does not exist.
+    not counted if their limit does not exist, and nothing is on a server that this process has started; 0 slots need
+    none. Raises DeadlineError after `wait_s`, by default a day, and BadInput if the limit is less than `count` or, for
+    NPUs, does not exist.
     """
     if not count:
         yield
@@ -105,7 +107,7 @@ def _explain(error: ConcurrencySlotAcquisitionError, count: int, limit: str) -> 
     """Raise what kept a run from its slots. Return if they need not be counted, since nobody has made the limit."""
     option = OPTIONS.get(limit, "OPTION")
     if error.__cause__ is None:  # the server has answered, so the limit does not exist
-        if limit in (CUDA_DEVICES, CPU_SLOTS):
+        if limit in UNCOUNTED or os.environ.get("PREFECT_API_URL") in OWN:
             return
         raise BadInput(
             f"Prefect has no limit {limit}, of which this run takes {count}: create it by `metronome deploy {option} "

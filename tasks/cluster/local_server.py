@@ -25,6 +25,8 @@ from tasks.cluster.prefect_api import CLIENT_AUTH, server_environment
 STARTUP_S = 180.0
 """Time limit of the start of servers in seconds; an idle machine takes 7 s, and 15 s the first time, when databases are
 created."""
+OWN: list[str] = []
+"""URL of the server that this process has started, which no other run uses."""
 
 
 @contextmanager
@@ -55,6 +57,7 @@ def local_server(output: Path) -> Iterator[Callable[[], None]]:
             pass_fds=[listener.fileno()],
         )
     os.environ |= {"PREFECT_API_URL": url, CLIENT_AUTH: auth}
+    OWN.append(url)
 
     def wait() -> None:
         try:
@@ -67,6 +70,7 @@ def local_server(output: Path) -> Iterator[Callable[[], None]]:
         yield wait
     finally:
         child.stop(grace_s=1.0)
+        OWN.remove(url)
         del os.environ["PREFECT_API_URL"]
         del os.environ[CLIENT_AUTH]
 

@@ -129,7 +129,7 @@ def check_inputs(
     if config.rollout.top_p < 1 or config.rollout.top_k:
         _warn(
             "rollout.top_p or rollout.top_k restricts sampling: responses no longer come from the distribution that "
-            "is trained, and the mismatch figures are not comparable",
+            "is trained, whose log-probabilities trainer and instances compute",
         )
     if config.rollout.vllm.get("kv_cache_dtype", "auto") not in ("auto", config.model.dtype):
         _warn(

@@ -37,6 +37,7 @@ FAULTS = {
     "no version for the first token": (reply_with(broken.one_version_too_few), {"versions"}),
     "a version that it does not hold": (reply_with(broken.stale_version), {"versions", "weight-update"}),
     "other log-probabilities": (reply_with(broken.wrong_logprobs), {"log-probabilities"}),
+    "log-probabilities after top_p": (broken.logprobs_after_top_p, {"log-probabilities"}),
     "other log-probabilities of prompts": (
         reply_with(broken.wrong_prompt_logprobs),
         {"prompt-log-probabilities", "weight-update"},

@@ -190,6 +190,18 @@ def wrong_logprobs(reply, choice):
     choice["logprobs"]["token_logprobs"] = [value - 0.05 for value in choice["logprobs"]["token_logprobs"]]
 
 
+async def logprobs_after_top_p(engine, request, body):
+    """The most likely tokens are all that there is, so that theirs are higher."""
+    answer = await engine.forward(request, body)
+    if request.path == COMPLETIONS and answer.status == 200 and 0 < json.loads(body).get("top_p", 1) < 1:
+        reply = json.loads(answer.body)
+        reply["choices"][0]["logprobs"]["token_logprobs"] = [
+            value / 2 for value in reply["choices"][0]["logprobs"]["token_logprobs"]
+        ]
+        return web.json_response(reply)
+    return answer
+
+
 def one_logprob_too_few(reply, choice):
     choice["logprobs"]["token_logprobs"].pop()
 

@@ -128,12 +128,12 @@ def files(name: str) -> list[File]:
 @cache
 def requirements(url: str, size: int) -> list[str]:
     """Requires-Dist of the wheel of so many bytes."""
-    with zipfile.ZipFile(io.BufferedReader(_Remote(url, size), BLOCK)) as wheel:
+    with zipfile.ZipFile(io.BufferedReader(Remote(url, size), BLOCK)) as wheel:
         (path,) = [name for name in wheel.namelist() if re.fullmatch(r"[^/]+\.dist-info/METADATA", name)]
         return message_from_bytes(wheel.read(path)).get_all("Requires-Dist", [])
 
 
-class _Remote(io.RawIOBase):
+class Remote(io.RawIOBase):
     """A file of the index, of which only what is asked for is fetched."""
 
     def __init__(self, url: str, size: int) -> None:

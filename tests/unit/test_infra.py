@@ -212,7 +212,7 @@ def pip_calls(tmp_path):
         '[ "$1 $2" = "-m venv" ] && { mkdir -p "$3/bin"; for one in python python3 cmake; do cp "$0" "$3/bin/$one"; '
         "done; }\n"
         'if [ "$1 $2" = "-m pip" ]; then\n'
-        '    echo "CALL $VLLM_TARGET_DEVICE $*"\n'
+        '    echo "CALL $VLLM_TARGET_DEVICE $TORCH_DEVICE_BACKEND_AUTOLOAD $*"\n'
         '    for one in python3 cmake; do (cd / && echo "finds $(command -v "$one")"); done\n'
         '    for one in "$@"; do case $one in *.txt) sed "s/^/$(basename "$one") /" "$one" ;; esac; done\n'
         "fi\n"
@@ -259,6 +259,10 @@ def test_instances_for_npus_are_installed_without_dependencies(pip_calls, tmp_pa
         f"--no-binary {one.partition('==')[0]} {one}" for one in pinned
     ]
     assert vllm.startswith("empty ")
+    # building imports torch, which would load torch-npu: that needs CANN's environment
+    assert [command.split()[: 2 - number] for number, (command, *_) in enumerate(built)] == [["empty", "0"], ["0"]][
+        : len(built)
+    ]
     here = [f"finds {tmp_path}/venv/bin/{one}" for one in ("python3", "cmake")]  # vllm-ascend's setup.py starts both
     assert [found for _, *found in built] == [here] * len(pinned)
 

@@ -24,6 +24,8 @@ from typing import Any, NoReturn
 from engine.errors import BadInput, MetronomeError
 from engine.instance import command_line
 from engine.instance.vllm import batch_invariance
+from engine.instance.vllm.logprob_check import check_logprobs
+from engine.instance.vllm.sampled_logprobs import PROCESSED
 from engine.run.logs import log_error
 from engine.run.process import LIFELINE, bind_cores, drop_lifeline, hold_lifeline, watch_lifeline
 from engine.types import JsonObject
@@ -171,7 +173,7 @@ def _vllm_arguments(options: argparse.Namespace, port: int) -> list[str]:
         # vLLM's default is 0, with which all instances would sample the same responses to requests without a seed
         "--seed": str(secrets.randbelow(SEEDS)),
         "--tensor-parallel-size": str(options.tensor),
-        "--logprobs-mode": "processed_logprobs",  # log-probabilities after the temperature
+        "--logprobs-mode": PROCESSED,
         "--generation-config": "vllm",  # not the model folder's, which may change the sampling
         "--worker-extension-cls": "engine.instance.vllm.worker_entry.WorkerExtension",
         "--middleware": "engine.instance.vllm.middleware.Middleware",
@@ -271,15 +273,17 @@ def _refuse_arguments(given: JsonObject, message: str) -> NoReturn:
 
 
 def _announce(options: argparse.Namespace, url: str, port: int) -> None:
-    """Wait until the server answers, and send one completion, so that no request pays for first-time set-up. Then probe
-    a deterministic instance, and write the port file."""
+    """Wait until the server answers, and send one completion, so that no request pays for first-time set-up. Then check
+    the log-probabilities, probe a deterministic instance, and write the port file."""
     try:
         while not _answers(url + "/health"):
             time.sleep(POLL_S)
         first = {"prompt": [0, 0], "max_tokens": 2, "prompt_logprobs": 0, "ignore_eos": True}
-        _ask(url, "POST", "/v1/completions", first)
+        ask = functools.partial(_ask, url)
+        complete = functools.partial(ask, "POST", "/v1/completions")
+        complete(first)
+        check_logprobs(complete, _platform(options))
         if options.deterministic:
-            ask = functools.partial(_ask, url)
             batch_invariance.check_invariance(ask, options.slots, options.max_context, _platform(options))
     except OSError as error:  # HTTP errors are OSErrors as well
         detail = error.read().decode(errors="replace")[:500] if isinstance(error, urllib.error.HTTPError) else ""

@@ -238,18 +238,18 @@ async def tokens(engine: TriedEngine) -> str:
     return f"{count} tokens of {engine.reference.vocabulary}"
 
 
-@rule("log-probabilities", "a response's log-probabilities are those of the model at the request's temperature")
+@rule("log-probabilities", "a response's log-probabilities are those of the model at its temperature, before top_p")
 async def log_probabilities(engine: TriedEngine) -> str:
     """The engine's values are compared with those of transformers in float32."""
     largest = 0.0
-    for temperature in (1.0, 0.7):
-        reply = await sampled(engine, temperature=temperature)
+    for temperature, top_p in ((1.0, 1.0), (0.7, 1.0), (0.7, 0.5)):
+        reply = await sampled(engine, temperature=temperature, top_p=top_p)
         choice = reply.choices[0]
         given = choice.logprobs.token_logprobs
         wrong = reply_check.problem_of_logprobs(np.array(given, np.float64)) if given else "there are none"
         demand(not wrong, wrong)
         expected = engine.reference.logprobs(engine.reference.prompt, choice.token_ids, temperature)
-        largest = max(largest, near(engine, list(given), expected, f"at temperature {temperature:g}"))
+        largest = max(largest, near(engine, list(given), expected, f"at temperature {temperature:g}, top_p {top_p:g}"))
     return f"apart by at most {largest:.1e}"
 
 

@@ -40,7 +40,7 @@ def _run_invited_ranks(invitation: Invitation) -> int:
         TOKEN: invitation.token,
         CERTIFICATE: invitation.certificate,
         "OMP_NUM_THREADS": str(invitation.threads),
-        **rank_defaults(invitation.tensor),
+        **rank_defaults(invitation.tensor, invitation.transport),
     }
     return run_ranks(
         ranks=invitation.ranks,

@@ -1,9 +1,13 @@
 """How many devices a run takes from their limit, without a server; tests/stack/test_deployments.py takes them."""
 
+from contextlib import contextmanager, nullcontext
+
 import pytest
+from prefect.concurrency.asyncio import ConcurrencySlotAcquisitionError
 
 from engine.config import Config
-from tasks.cluster import devices
+from engine.errors import BadInput
+from tasks.cluster import devices, local_server
 
 TRAINING = True
 EVALUATING = False
@@ -67,3 +71,27 @@ def test_a_process_sees_the_cuda_devices_that_its_environment_leaves_it(chosen, 
     if chosen is not None:
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", chosen)
     assert devices.visible_cuda_devices() == wanted
+
+
+@pytest.mark.parametrize(
+    ("limit", "server", "refused"),
+    [
+        (devices.NPUS, "http://shared/api", True),
+        (devices.NPUS, "http://own/api", False),
+        (devices.CUDA_DEVICES, "http://shared/api", False),
+        (devices.CPU_SLOTS, "http://shared/api", False),
+    ],
+)
+def test_npus_need_a_limit_only_on_a_server_that_others_use(limit, server, refused, monkeypatch):
+    @contextmanager
+    def without_limits(*_, **__):
+        raise ConcurrencySlotAcquisitionError("there is no such limit")
+        yield
+
+    monkeypatch.setattr(devices, "concurrency", without_limits)
+    monkeypatch.setattr(local_server, "OWN", ["http://own/api"])
+    monkeypatch.setattr(devices, "OWN", local_server.OWN)
+    monkeypatch.setenv("PREFECT_API_URL", server)
+    said = pytest.raises(BadInput, match=f"Prefect has no limit {limit}") if refused else nullcontext()
+    with said, devices.hold_devices(2, limit):
+        assert not refused

@@ -1,3 +1,4 @@
+import json
 import os
 import subprocess
 import sys
@@ -7,8 +8,11 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from engine.run.commands import SCORER_RANK, TRAINER_RANK
+from engine.config.recipe import load_config
+from engine.run.commands import AGENT as AGENT_MODULE
+from engine.run.commands import SCORER_RANK, TRAINER_RANK, trainer_environment
 from engine.trainer.ranks.agent import KILL_S, _first_failure
+from engine.wire.weights.watchdogs import WATCHDOGS
 from support.runs import ROOT, wait_for
 
 
@@ -87,6 +91,37 @@ def test_an_agent_that_is_told_to_end_says_so_in_one_line(tmp_path, module, name
     assert f"the {name} ranks are ended: SIGTERM" in said
     assert not list(temporary.iterdir())
     assert "Traceback" not in said
+
+
+def own_environment(folder, environment):
+    """What a rank finds in os.environ that is started by a real agent."""
+    (folder / "told.py").write_text("import json, os, sys; json.dump(dict(os.environ), open(sys.argv[1], 'w'))")
+    path = os.pathsep.join([str(folder), str(ROOT)])
+    subprocess.run(
+        [sys.executable, "-m", AGENT_MODULE, "--ranks", "1", "--module", "told", "--", str(folder / "said")],
+        env=environment | {"PYTHONPATH": path},
+        timeout=120,
+        check=True,
+    )
+    return json.loads((folder / "said").read_text())
+
+
+@pytest.mark.parametrize(
+    ("transport", "given", "expected"),
+    [
+        ("nccl", {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}, WATCHDOGS["nccl"] | {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}),
+        ("hccl", {}, WATCHDOGS["hccl"]),
+    ],
+)
+def test_no_watchdog_ends_a_rank_whose_weight_transfer_fails(monkeypatch, tmp_path, transport, given, expected):
+    """torch's agent sets some of these in its ranks, unless its own environment has them."""
+    for name in WATCHDOGS["nccl"] | WATCHDOGS["hccl"]:
+        monkeypatch.delenv(name, raising=False)
+    for name, value in given.items():
+        monkeypatch.setenv(name, value)
+    config = load_config(None, ["rollout.engine=vllm", f"weights.transport={transport}"])
+    found = own_environment(tmp_path, os.environ | trainer_environment(config, False))
+    assert {name: found.get(name) for name in expected} == expected
 
 
 FAILING = """

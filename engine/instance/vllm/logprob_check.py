@@ -1,0 +1,81 @@
+"""The check of every vLLM instance at its start: its log-probabilities are log softmax(logits / temperature), before
+top-k and top-p, of every sampled token.
+
+An engine may accept a setting and ignore it (vllm-ascend 0.23: --logprobs-mode), and nothing else would notice at a
+temperature other than 1. The instance answers through its own routes. For the tokens t at one position,
+log-probability(t) - log p(t) / temperature is the same number, however t was sampled; log p is what the instance
+reports for a token of a prompt, at temperature 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from engine.errors import BadInput
+from engine.types import JsonObject
+
+TEMPERATURE = 2.0
+"""vLLM's highest. Sampled tokens differ, and the most likely one is far from certain."""
+MOST_LIKELY = 1e-6
+"""A top_p that leaves the most likely token only."""
+TOKENS = 3
+DRAWS = 4
+"""Tokens sampled from the whole vocabulary at each position."""
+TOLERANCE = 0.25
+"""Largest difference of numbers that must be equal; by bfloat16 about 0.1. Other quantities are off by 1 to 5 with
+models of language."""
+
+Ask = Callable[[JsonObject], JsonObject]
+"""Sends the body of a completion to the instance and returns the reply. Raises OSError."""
+
+
+def check_logprobs(ask: Ask, platform: str) -> None:
+    """Sample tokens with and without top_p, and compare their log-probabilities with those of the same tokens in a
+    prompt. Raise BadInput if the instance reports another quantity. `platform`: its name in the message."""
+    first = _sample(ask, [0], tokens=TOKENS, top_p=MOST_LIKELY)
+    starts = [[0, *(token for token, _ in first[:at])] for at in range(len(first))]
+    with ThreadPoolExecutor(DRAWS * TOKENS) as pool:
+        asked = [(at, seed) for at in range(len(first)) for seed in range(DRAWS)]
+        drawn = list(pool.map(lambda one: _sample(ask, starts[one[0]], seed=one[1])[0], asked))
+        sampled = [*enumerate(first), *zip((at for at, _ in asked), drawn, strict=True)]
+        plain = list(pool.map(lambda one: _score(ask, [*starts[one[0]], one[1][0]]), sampled))
+    for at, start in enumerate(starts):
+        found = [(logprob, score) for (where, (_, logprob)), score in zip(sampled, plain, strict=True) if where == at]
+        offsets = [logprob - score / TEMPERATURE for logprob, score in found]
+        if not _agree(offsets):
+            logprob, score = found[0]
+            right = score / TEMPERATURE + sum(offsets[1:]) / DRAWS
+            raise BadInput(
+                f"{platform} reports {_quantity(found)}, and not log softmax(logits / temperature) of the whole "
+                f"vocabulary, which is trained on: {logprob:.4g} for token {first[at][0]} after {start} at temperature "
+                f"{TEMPERATURE:g} with top_p = {MOST_LIKELY:g}, expected {right:.4g}. Use a release that infra/vllm "
+                "names; Metronome changes the samplers of those (engine/instance/vllm/sampled_logprobs.py)"
+            )
+
+
+def _agree(values: list[float]) -> bool:
+    """Whether the values are equal but for rounding; NaN equals nothing."""
+    return all(abs(value - values[0]) <= TOLERANCE for value in values)
+
+
+def _quantity(found: list[tuple[float, float]]) -> str:
+    """Name what is reported. `found`: log-probability and log p, first of the token sampled with top_p."""
+    if _agree([logprob - score for logprob, score in found]):
+        return "log-probabilities before the temperature (raw_logprobs)"
+    if _agree([logprob - score / TEMPERATURE for logprob, score in found[1:]]):
+        return "log-probabilities after top_p (processed_logprobs)"
+    return "an unknown quantity"
+
+
+def _sample(ask: Ask, prompt: list[int], tokens: int = 1, **body: float) -> list[tuple[int, float]]:
+    """Return sampled tokens with their log-probabilities."""
+    reply = ask({"prompt": prompt, "max_tokens": tokens, "temperature": TEMPERATURE, "ignore_eos": True, **body})
+    choice = reply["choices"][0]
+    return list(zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True))
+
+
+def _score(ask: Ask, prompt: list[int]) -> float:
+    """Return log p of a prompt's last token, at temperature 1."""
+    reply = ask({"prompt": prompt, "max_tokens": 1, "prompt_logprobs": 0, "ignore_eos": True})
+    return float(reply["choices"][0]["prompt_logprobs"][-1][str(prompt[-1])]["logprob"])

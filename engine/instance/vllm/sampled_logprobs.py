@@ -1,0 +1,72 @@
+"""Makes vLLM report one quantity on every device: log softmax(logits / temperature), before top-k and top-p, as the
+embedded engine and the trainer have it.
+
+vLLM's "processed_logprobs" are those after top-k and top-p. vllm-ascend (0.23) ignores --logprobs-mode and reports
+those before the temperature. `logprob_check` asks every instance at its start.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+from typing import Any
+
+PROCESSED = "processed_logprobs"
+"""vLLM's name of log-probabilities after the temperature (--logprobs-mode)."""
+GREEDY = 1e-5
+"""vLLM takes the most likely token at a temperature below this, and does not apply the temperature."""
+SECOND = "vllm.v1.worker.gpu.sample.sampler"
+"""Module with the sampler of vLLM's second model runner, which CUDA uses by default (0.32)."""
+
+
+def report_unrestricted() -> None:
+    """Change vLLM's samplers in this process, of both model runners. vllm-ascend's is a subclass of the first."""
+    from vllm.platforms import current_platform
+    from vllm.v1.sample.sampler import Sampler
+
+    change_sampler(Sampler)
+    if current_platform.is_cuda():
+        change_second_sampler(importlib.import_module(SECOND).Sampler)
+
+
+def change_sampler(sampler: Any) -> None:  # noqa: ANN401
+    """Change the class vllm.v1.sample.sampler.Sampler, whose `sample` returns the tokens and their row of
+    log-probabilities, if any."""
+    sample = sampler.sample
+
+    @functools.wraps(sample)
+    def sample_unrestricted(self: Any, logits: Any, metadata: Any, *others: Any, **named: Any) -> Any:  # noqa: ANN401
+        """logits [requests, vocabulary] → token ids [requests], log-probabilities [requests, vocabulary]."""
+        own = metadata.top_k is None and metadata.top_p is None and self.logprobs_mode == PROCESSED
+        if own or metadata.all_greedy or metadata.max_num_logprobs is None:
+            return sample(self, logits, metadata, *others, **named)
+        temperature = metadata.temperature.masked_fill(metadata.temperature < GREEDY, 1.0)[:, None]
+        logprobs = self.compute_logprobs(logits / temperature)
+        return sample(self, logits, metadata, *others, **named)[0], logprobs
+
+    sampler.sample = sample_unrestricted
+
+
+def change_second_sampler(sampler: Any) -> None:  # noqa: ANN401
+    """Change the class Sampler of SECOND, whose `_sample_random` returns the tokens and the logits from which the
+    log-probabilities are computed."""
+    sample = sampler._sample_random
+
+    @functools.wraps(sample)
+    def sample_unrestricted(
+        self: Any,  # noqa: ANN401
+        logits: Any,  # noqa: ANN401
+        rows: Any,  # noqa: ANN401
+        requests: Any,  # noqa: ANN401
+        positions: Any,  # noqa: ANN401
+        top_k: Any,  # noqa: ANN401
+        top_p: Any,  # noqa: ANN401
+        fused: bool,
+    ) -> Any:  # noqa: ANN401
+        """logits [rows, vocabulary] after the temperature → token ids [rows], these logits."""
+        own = top_k is None and top_p is None
+        unrestricted = logits if own else logits.clone()  # top-k and top-p may overwrite the logits
+        sampled, _ = sample(self, logits, rows, requests, positions, top_k, top_p, fused)
+        return sampled, unrestricted
+
+    sampler._sample_random = sample_unrestricted
