@@ -77,9 +77,8 @@ def trainer_environment(config: Config, instances_elsewhere: bool) -> dict[str, 
     its manual takes loopback last. On several nodes, each agent chooses
     gloo's interface (engine.trainer.ranks.agent). A variable that the user has set is kept.
     """
-    found = {"OMP_NUM_THREADS": str(config.trainer_threads)} | rank_defaults(
-        config.parallel.tensor, config.weights.transport
-    )
+    found = rank_defaults(config.parallel.tensor, config.weights.transport)
+    found["OMP_NUM_THREADS"] = str(config.trainer_threads)
     if config.most_trainer_threads > config.trainer_threads and WAIT_POLICY not in os.environ:
         found[WAIT_POLICY] = "PASSIVE"
     if config.parallel.nodes > 1:

@@ -103,8 +103,7 @@ def test_torch_reads_every_variable_that_is_set_for_it(name):
     assert has((Path(torch.__file__).parent / TORCH[name]).read_bytes(), name)
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(1200)
+@pytest.mark.slow
 def test_torch_for_cuda_reads_the_watchdogs_variables():
     with wheel("torch", "2.13.0") as torch_wheel, torch_wheel.open("torch/lib/libtorch_cuda.so") as library:
         missing = set(WATCHDOGS["nccl"])

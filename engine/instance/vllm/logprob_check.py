@@ -10,7 +10,6 @@ reports for a token of a prompt, at temperature 1.
 from __future__ import annotations
 
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 
 from engine.errors import BadInput
 from engine.types import JsonObject
@@ -33,24 +32,18 @@ Ask = Callable[[JsonObject], JsonObject]
 def check_logprobs(ask: Ask, platform: str) -> None:
     """Sample tokens with and without top_p, and compare their log-probabilities with those of the same tokens in a
     prompt. Raise BadInput if the instance reports another quantity. `platform`: its name in the message."""
-    first = _sample(ask, [0], tokens=TOKENS, top_p=MOST_LIKELY)
-    starts = [[0, *(token for token, _ in first[:at])] for at in range(len(first))]
-    with ThreadPoolExecutor(DRAWS * TOKENS) as pool:
-        asked = [(at, seed) for at in range(len(first)) for seed in range(DRAWS)]
-        drawn = list(pool.map(lambda one: _sample(ask, starts[one[0]], seed=one[1])[0], asked))
-        sampled = [*enumerate(first), *zip((at for at, _ in asked), drawn, strict=True)]
-        plain = list(pool.map(lambda one: _score(ask, [*starts[one[0]], one[1][0]]), sampled))
-    for at, start in enumerate(starts):
-        found = [(logprob, score) for (where, (_, logprob)), score in zip(sampled, plain, strict=True) if where == at]
-        offsets = [logprob - score / TEMPERATURE for logprob, score in found]
+    restricted = _sample(ask, [0], tokens=TOKENS, top_p=MOST_LIKELY)
+    for at, (token, logprob) in enumerate(restricted):
+        start = [0, *(before for before, _ in restricted[:at])]
+        drawn = [_sample(ask, start, seed=seed)[0] for seed in range(DRAWS)]
+        found = [(given, _score(ask, [*start, one])) for one, given in ((token, logprob), *drawn)]
+        offsets = [given - score / TEMPERATURE for given, score in found]
         if not _agree(offsets):
-            logprob, score = found[0]
-            right = score / TEMPERATURE + sum(offsets[1:]) / DRAWS
             raise BadInput(
                 f"{platform} reports {_quantity(found)}, and not log softmax(logits / temperature) of the whole "
-                f"vocabulary, which is trained on: {logprob:.4g} for token {first[at][0]} after {start} at temperature "
-                f"{TEMPERATURE:g} with top_p = {MOST_LIKELY:g}, expected {right:.4g}. Use a release that infra/vllm "
-                "names; Metronome changes the samplers of those (engine/instance/vllm/sampled_logprobs.py)"
+                f"vocabulary, which is trained on: {logprob:.4g} for token {token} after {start} at temperature "
+                f"{TEMPERATURE:g} with top_p = {MOST_LIKELY:g}, expected {logprob - offsets[0] + offsets[1]:.4g}. Use a "
+                "release that infra/vllm names; Metronome changes the samplers of those"
             )
 
 

@@ -53,20 +53,11 @@ def change_second_sampler(sampler: Any) -> None:  # noqa: ANN401
     sample = sampler._sample_random
 
     @functools.wraps(sample)
-    def sample_unrestricted(
-        self: Any,  # noqa: ANN401
-        logits: Any,  # noqa: ANN401
-        rows: Any,  # noqa: ANN401
-        requests: Any,  # noqa: ANN401
-        positions: Any,  # noqa: ANN401
-        top_k: Any,  # noqa: ANN401
-        top_p: Any,  # noqa: ANN401
-        fused: bool,
-    ) -> Any:  # noqa: ANN401
+    def sample_unrestricted(self: Any, logits: Any, *others: Any) -> Any:  # noqa: ANN401
         """logits [rows, vocabulary] after the temperature → token ids [rows], these logits."""
+        *_, top_k, top_p, _ = others
         own = top_k is None and top_p is None
         unrestricted = logits if own else logits.clone()  # top-k and top-p may overwrite the logits
-        sampled, _ = sample(self, logits, rows, requests, positions, top_k, top_p, fused)
-        return sampled, unrestricted
+        return sample(self, logits, *others)[0], unrestricted
 
     sampler._sample_random = sample_unrestricted
