@@ -39,11 +39,12 @@ def check_logprobs(ask: Ask, platform: str) -> None:
         found = [(given, _score(ask, [*start, one])) for one, given in ((token, logprob), *drawn)]
         offsets = [given - score / TEMPERATURE for given, score in found]
         if not _agree(offsets):
+            right = logprob - offsets[0] + offsets[1]
             raise BadInput(
                 f"{platform} reports {_quantity(found)}, and not log softmax(logits / temperature) of the whole "
                 f"vocabulary, which is trained on: {logprob:.4g} for token {token} after {start} at temperature "
-                f"{TEMPERATURE:g} with top_p = {MOST_LIKELY:g}, expected {logprob - offsets[0] + offsets[1]:.4g}. Use a "
-                "release that infra/vllm names; Metronome changes the samplers of those"
+                f"{TEMPERATURE:g} with top_p = {MOST_LIKELY:g}, expected {right:.4g}. Use a release that infra/vllm "
+                "names; Metronome changes the samplers of those"
             )
 
 
