@@ -10,7 +10,7 @@ from pathlib import Path
 from engine.config import Config, Queue
 from engine.errors import BadInput
 from engine.run.process import python_command
-from engine.wire.weights.watchdogs import WATCHDOGS
+from engine.run.watchdogs import WATCHDOGS
 
 TRAINER_RANK = "engine.trainer.rank"
 """Module of a trainer rank."""

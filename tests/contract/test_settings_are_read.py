@@ -28,7 +28,7 @@ from engine.platform.cuda import Cuda
 from engine.platform.npu import Npu
 from engine.run import commands
 from engine.run.commands import EXPANDABLE
-from engine.wire.weights.watchdogs import WATCHDOGS
+from engine.run.watchdogs import WATCHDOGS
 from support.published import wheel
 from support.runs import ROOT
 from support.torch_npu_wheel import torch_npu_wheel

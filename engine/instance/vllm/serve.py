@@ -28,9 +28,9 @@ from engine.instance.vllm.logprob_check import check_logprobs
 from engine.instance.vllm.sampled_logprobs import PROCESSED
 from engine.run.logs import log_error
 from engine.run.process import LIFELINE, bind_cores, drop_lifeline, hold_lifeline, watch_lifeline
+from engine.run.watchdogs import WATCHDOGS
 from engine.types import JsonObject
 from engine.wire.access_token import access_token, authorization_headers
-from engine.wire.weights.watchdogs import WATCHDOGS
 
 NAP = "METRONOME_VLLM_NAP_S"
 """Environment variable for vLLM's processes on a CPU: seconds to sleep instead of each call of `os.sched_yield`; 0: no

@@ -11,8 +11,8 @@ import pytest
 from engine.config.recipe import load_config
 from engine.run.commands import AGENT as AGENT_MODULE
 from engine.run.commands import SCORER_RANK, TRAINER_RANK, trainer_environment
+from engine.run.watchdogs import WATCHDOGS
 from engine.trainer.ranks.agent import KILL_S, _first_failure
-from engine.wire.weights.watchdogs import WATCHDOGS
 from support.runs import ROOT, wait_for
 
 
