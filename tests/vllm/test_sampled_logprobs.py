@@ -22,10 +22,9 @@ pytestmark = [pytest.mark.vllm, pytest.mark.timeout(900)]
 SECOND = """
 import torch
 from types import SimpleNamespace
-from engine.instance.vllm.sampled_logprobs import SECOND, change_second_sampler
-import importlib
+from engine.instance.vllm.sampled_logprobs import change_second_sampler
+from vllm.v1.worker.gpu.sample import sampler as module
 
-module = importlib.import_module(SECOND)
 module.gumbel_sample = lambda logits, *_, **__: logits.argmax(-1)  # a kernel of triton's
 change_second_sampler(module.Sampler)
 sampler = object.__new__(module.Sampler)

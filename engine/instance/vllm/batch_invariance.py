@@ -96,8 +96,8 @@ def _wait_until_held(ask: Ask, count: int) -> None:
 
 def first_difference(alone: JsonObject, other: JsonObject) -> str:
     """Return the first difference between two replies to one request; "" if all their bits are equal."""
-    ours = _sampled(alone)
-    theirs = _sampled(other)
+    ours = sampled_tokens(alone)
+    theirs = sampled_tokens(other)
     if len(ours) != len(theirs):
         return f"it has {len(theirs)} tokens instead of {len(ours)}"
     for number, ((token, logprob), (other_token, other_logprob)) in enumerate(zip(ours, theirs, strict=True)):
@@ -108,7 +108,7 @@ def first_difference(alone: JsonObject, other: JsonObject) -> str:
     return ""
 
 
-def _sampled(reply: JsonObject) -> list[tuple[int, float]]:
+def sampled_tokens(reply: JsonObject) -> list[tuple[int, float]]:
     """Return each token of a reply with its log-probability."""
     choice = reply["choices"][0]
     return list(zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True))

@@ -9,10 +9,8 @@ reports for a token of a prompt, at temperature 1.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from engine.errors import BadInput
-from engine.types import JsonObject
+from engine.instance.vllm.batch_invariance import COMPLETIONS, Ask, sampled_tokens
 
 TEMPERATURE = 2.0
 """vLLM's highest. Sampled tokens differ, and the most likely one is far from certain."""
@@ -24,9 +22,6 @@ DRAWS = 4
 TOLERANCE = 0.25
 """Largest difference of numbers that must be equal; by bfloat16 about 0.1. Other quantities are off by 1 to 5 with
 models of language."""
-
-Ask = Callable[[JsonObject], JsonObject]
-"""Sends the body of a completion to the instance and returns the reply. Raises OSError."""
 
 
 def check_logprobs(ask: Ask, platform: str) -> None:
@@ -64,12 +59,12 @@ def _quantity(found: list[tuple[float, float]]) -> str:
 
 def _sample(ask: Ask, prompt: list[int], tokens: int = 1, **body: float) -> list[tuple[int, float]]:
     """Return sampled tokens with their log-probabilities."""
-    reply = ask({"prompt": prompt, "max_tokens": tokens, "temperature": TEMPERATURE, "ignore_eos": True, **body})
-    choice = reply["choices"][0]
-    return list(zip(choice["token_ids"], choice["logprobs"]["token_logprobs"], strict=True))
+    request = {"prompt": prompt, "max_tokens": tokens, "temperature": TEMPERATURE, "ignore_eos": True, **body}
+    return sampled_tokens(ask("POST", COMPLETIONS, request))
 
 
 def _score(ask: Ask, prompt: list[int]) -> float:
     """Return log p of a prompt's last token, at temperature 1."""
-    reply = ask({"prompt": prompt, "max_tokens": 1, "prompt_logprobs": 0, "ignore_eos": True})
+    request = {"prompt": prompt, "max_tokens": 1, "prompt_logprobs": 0, "ignore_eos": True}
+    reply = ask("POST", COMPLETIONS, request)
     return float(reply["choices"][0]["prompt_logprobs"][-1][str(prompt[-1])]["logprob"])

@@ -7,34 +7,31 @@ those before the temperature. `logprob_check` asks every instance at its start.
 
 from __future__ import annotations
 
-import functools
-import importlib
 from typing import Any
 
 PROCESSED = "processed_logprobs"
 """vLLM's name of log-probabilities after the temperature (--logprobs-mode)."""
 GREEDY = 1e-5
 """vLLM takes the most likely token at a temperature below this, and does not apply the temperature."""
-SECOND = "vllm.v1.worker.gpu.sample.sampler"
-"""Module with the sampler of vLLM's second model runner, which CUDA uses by default (0.32)."""
 
 
 def report_unrestricted() -> None:
-    """Change vLLM's samplers in this process, of both model runners. vllm-ascend's is a subclass of the first."""
+    """Change vLLM's samplers in this process. vllm-ascend's is a subclass of the first; CUDA uses the second (0.32)."""
+    from vllm import __version__
     from vllm.platforms import current_platform
     from vllm.v1.sample.sampler import Sampler
 
     change_sampler(Sampler)
-    if current_platform.is_cuda():
-        change_second_sampler(importlib.import_module(SECOND).Sampler)
+    if current_platform.is_cuda() and not __version__.startswith("0.23."):  # which has the second, but does not use it
+        from vllm.v1.worker.gpu.sample.sampler import Sampler as SecondSampler
+
+        change_second_sampler(SecondSampler)
 
 
 def change_sampler(sampler: Any) -> None:  # noqa: ANN401
-    """Change the class vllm.v1.sample.sampler.Sampler, whose `sample` returns the tokens and their row of
-    log-probabilities, if any."""
+    """Change the class of vLLM's first model runner, whose `sample` returns tokens and rows of log-probabilities."""
     sample = sampler.sample
 
-    @functools.wraps(sample)
     def sample_unrestricted(self: Any, logits: Any, metadata: Any, *others: Any, **named: Any) -> Any:  # noqa: ANN401
         """logits [requests, vocabulary] → token ids [requests], log-probabilities [requests, vocabulary]."""
         own = metadata.top_k is None and metadata.top_p is None and self.logprobs_mode == PROCESSED
@@ -48,11 +45,10 @@ def change_sampler(sampler: Any) -> None:  # noqa: ANN401
 
 
 def change_second_sampler(sampler: Any) -> None:  # noqa: ANN401
-    """Change the class Sampler of SECOND, whose `_sample_random` returns the tokens and the logits from which the
-    log-probabilities are computed."""
+    """Change the class of vLLM's second model runner, whose `_sample_random` returns the tokens and the logits from
+    which the log-probabilities are computed."""
     sample = sampler._sample_random
 
-    @functools.wraps(sample)
     def sample_unrestricted(self: Any, logits: Any, *others: Any) -> Any:  # noqa: ANN401
         """logits [rows, vocabulary] after the temperature → token ids [rows], these logits."""
         *_, top_k, top_p, _ = others

@@ -280,9 +280,8 @@ def _announce(options: argparse.Namespace, url: str, port: int) -> None:
             time.sleep(POLL_S)
         first = {"prompt": [0, 0], "max_tokens": 2, "prompt_logprobs": 0, "ignore_eos": True}
         ask = functools.partial(_ask, url)
-        complete = functools.partial(ask, "POST", "/v1/completions")
-        complete(first)
-        check_logprobs(complete, _platform(options))
+        ask("POST", batch_invariance.COMPLETIONS, first)
+        check_logprobs(ask, _platform(options))
         if options.deterministic:
             batch_invariance.check_invariance(ask, options.slots, options.max_context, _platform(options))
     except OSError as error:  # HTTP errors are OSErrors as well

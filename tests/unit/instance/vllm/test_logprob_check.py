@@ -21,7 +21,8 @@ class Engine:
         self.noise = noise
         self.spread = spread
 
-    def __call__(self, body):
+    def __call__(self, method, path, body):
+        assert (method, path) == ("POST", "/v1/completions")
         prompt = list(body["prompt"])
         scores = [self.logits(prompt[:at]).log_softmax(-1)[prompt[at]].item() for at in range(1, len(prompt))]
         tokens, logprobs = [], []
