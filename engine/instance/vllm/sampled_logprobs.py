@@ -22,7 +22,7 @@ def report_unrestricted() -> None:
     from vllm.v1.sample.sampler import Sampler
 
     change_sampler(Sampler)
-    if current_platform.is_cuda() and not __version__.startswith("0.23."):  # which has the second, but does not use it
+    if current_platform.is_cuda() and not __version__.startswith("0.23."):  # whose second is another
         from vllm.v1.worker.gpu.sample.sampler import Sampler as SecondSampler
 
         change_second_sampler(SecondSampler)
