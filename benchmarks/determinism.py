@@ -35,7 +35,7 @@ def main() -> None:
     model = arguments.model or QUICKSTART_MODEL
     tokenizer = Tokenizer(model)
     problems = read_problems(config.data.sets[0].path)
-    prompts = encode_problems(problems, tokenizer.hf, config.data, config.rollout.max_context).prompts[:32]
+    prompts = encode_problems(problems, tokenizer, config.data, config.rollout.max_context).prompts[:32]
     slots = config.slots
     rates: dict[bool, list[float]] = {False: [], True: []}
     with torch.inference_mode():

@@ -22,13 +22,14 @@ from pathlib import Path
 import torch
 from common import QUICKSTART_MODEL, one_rank, result
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from engine import platform
 from engine.config.inputs import Data
 from engine.config.recipe import HOME, load_config
 from engine.data.problems import read_problems
 from engine.data.prompts import encode_problems
+from engine.data.tokenizer import Tokenizer
 from engine.orchestrator.publish.probe import Probe, make_probe
 from engine.trainer.ranks.models import open_models
 from engine.wire.weights.buckets import DTYPES
@@ -64,7 +65,7 @@ def main() -> None:
 
 def prompts(model: Path, data: str, template: str) -> list[Sequence[int]]:
     """The token ids of the prompts, as a run has them."""
-    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer = Tokenizer(model)
     encoded = encode_problems(read_problems(data), tokenizer, Data(prompt_template=template), 2048)
     return [prompt.token_ids for prompt in encoded.prompts]
 

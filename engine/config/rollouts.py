@@ -115,8 +115,8 @@ class Rollout(Table):
     top_k: int = Field(default=0, ge=0)
     """Number of most likely tokens that are sampled from; 0 is all of them. Keep it at 0 in training, as top_p at 1."""
     stop: list[str] = []
-    """Strings that end a response, in addition to the tokenizer's end of sequence. A string that is not exactly one
-    token is refused."""
+    """Strings that end a response, in addition to the end of sequence, and to the end of a turn where prompts are
+    written in the chat template. A string that is not exactly one token is refused."""
     deterministic: bool = False
     """Make a response depend on prompt, seed and weights only, not on what else runs. The embedded engine decodes in
     batches of a fixed shape (benchmarks/determinism.py prints what it costs). vLLM gets VLLM_BATCH_INVARIANT=1 on CUDA

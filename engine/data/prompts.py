@@ -7,20 +7,18 @@ import json
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
-from typing import TYPE_CHECKING
+from typing import Any
 
 from engine.config.inputs import Data
 from engine.data.problem_files import spell_value
 from engine.data.problems import ProblemRow, Problems, format_counts
 from engine.data.row_format import SYSTEM, column, has_column
-from engine.data.tokenizer import render_chat
+from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput
 from engine.types import Prompt
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 
 @dataclass(frozen=True)
@@ -37,7 +35,7 @@ class EncodedPrompts:
 
 def encode_problems(
     problems: Problems,
-    tokenizer: PreTrainedTokenizerBase,
+    tokenizer: Tokenizer,
     data: Data,
     max_context: int,
     *,
@@ -67,8 +65,7 @@ def encode_problems(
         else _fill(data.prompt_template, row)
         for row in rows.values()
     ]
-    ids = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
-    fitting, skipped = _fitting(rows, texts, ids, max_context)
+    fitting, skipped = _fitting(rows, texts, tokenizer.encode_all(texts), max_context)
     skipped.update(problems.skipped)
     skipped["duplicate"] += len(problems.rows) - len(rows)
     skipped = +skipped  # removes zeros
@@ -127,6 +124,42 @@ def _fill(template: str, row: ProblemRow) -> str:
     return _PLACEHOLDER.sub(value, template)
 
 
+def count_typed_tokens(problems: Problems, tokenizer: Tokenizer, data: Data) -> Counter[str]:
+    """Count the rows whose own text has a special token of the tokenizer (`<|im_end|>`), by the first such token. The
+    prompt has that token, not its letters."""
+    tokens = re.compile("|".join(map(re.escape, sorted(tokenizer.added_tokens(), key=len, reverse=True))) or r"(?!)")
+    template = "" if data.prompt_template == "chat" else data.prompt_template
+    own = Counter(tokens.findall(template))
+    found: Counter[str] = Counter()
+    for row in problems.rows:
+        text = _fill(template, row) if template else "\n".join(str(one["content"]) for one in _messages(row))
+        if typed := Counter(tokens.findall(text)) - own:
+            found[next(iter(typed))] += 1
+    return found
+
+
+def keys_without_effect(problems: Problems, tokenizer: Tokenizer, data: Data) -> set[str]:
+    """Return the keys for the chat template that are set and without which all prompts have the same text."""
+    less: dict[str, dict[str, Any]] = {
+        f"data.{key}": {key: ""} for key in ("system", "instruction") if getattr(data, key)
+    }
+    variables = data.chat_template_kwargs
+    clock = datetime.now().astimezone()
+    for name in variables:
+        rest = {key: value for key, value in variables.items() if key != name}
+        less[f"data.chat_template_kwargs.{name}"] = {"chat_template_kwargs": rest}
+
+    def texts(data: Data) -> list[str]:
+        return [_chat(tokenizer, row, data, clock, problems.source) for row in problems.rows]
+
+    found = set()
+    for key, change in less.items():
+        with suppress(BadInput):  # a template may need it
+            if texts(data.model_copy(update=change)) == texts(data):
+                found.add(key)
+    return found
+
+
 def _check_ids(prompts: Sequence[Prompt], vocabulary: int, source: str) -> None:
     for prompt in prompts:
         if (largest := max(prompt.token_ids)) >= vocabulary:
@@ -146,8 +179,12 @@ def spell_columns(prompt: Prompt) -> str:
     return json.dumps(dict(prompt.columns), sort_keys=True)
 
 
-def _chat(tokenizer: PreTrainedTokenizerBase, row: ProblemRow, data: Data, clock: datetime | None, source: str) -> str:
-    messages = list(row.messages) or [{"role": "user", "content": row.problem}]
+def _messages(row: ProblemRow) -> list[Mapping[str, Any]]:
+    return list(row.messages) or [{"role": "user", "content": row.problem}]
+
+
+def _chat(tokenizer: Tokenizer, row: ProblemRow, data: Data, clock: datetime | None, source: str) -> str:
+    messages = _messages(row)
     begun = messages.pop()["content"] if messages[-1]["role"] == "assistant" else ""
     if data.instruction:
         line = data.instruction if data.instruction[0].isspace() else f"\n{data.instruction}"
@@ -156,7 +193,7 @@ def _chat(tokenizer: PreTrainedTokenizerBase, row: ProblemRow, data: Data, clock
     if data.system and messages[0]["role"] not in SYSTEM:
         messages.insert(0, {"role": "system", "content": data.system})
     try:
-        text = render_chat(tokenizer, messages, data.chat_template_kwargs, clock)
+        text = tokenizer.render(messages, data.chat_template_kwargs, clock)
         return text if text.endswith(begun) else text + begun  # some templates begin with <think> themselves
     except BadInput as error:
         raise BadInput(

@@ -17,6 +17,8 @@ SUPPORTED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3M
 
 UNDECLARED_HEAD_DIM = {"Qwen3ForCausalLM": 128}
 """Architecture → transformers' default if config.json has no `head_dim`; for all others it is hidden // heads."""
+UNDECLARED_CONTEXT = {"LlamaForCausalLM": 2048}
+"""Architecture → transformers' default if config.json has no `max_position_embeddings`; for all others it is 32768."""
 UNDECLARED_ROPE_THETA = 10000.0
 """transformers' default if config.json has no `rope_theta`, for all of SUPPORTED."""
 
@@ -94,6 +96,11 @@ def read_shape(folder: Path, weights: bool = True) -> ModelShape:
     With `weights=False` the folder need not contain weights (for a dry run).
     """
     path = folder / "config.json"
+    if adapter := next((file.name for file in sorted(folder.glob("adapter_*"))), None):
+        raise BadInput(
+            f"model.path {folder}: it has an adapter ({adapter}), which is not loaded: merge it into the weights, or "
+            "remove it to train the model without it"
+        )
     if not path.is_file():
         raise BadInput(
             f"model.path {folder}: no config.json there; expected a Hugging Face folder with config.json, "
@@ -122,28 +129,29 @@ def _shape(architecture: str, config: Mapping[str, Any]) -> ModelShape:
     heads = int(config["num_attention_heads"])
     rope = _rope(config)
     theta = rope.get("rope_theta") or config.get("rope_theta") or UNDECLARED_ROPE_THETA
+    declared = {"num_key_value_heads": None, **config} if architecture == "LlamaForCausalLM" else config
     return ModelShape(
         architecture=architecture,
         layers=int(config["num_hidden_layers"]),
         hidden=hidden,
         heads=heads,
-        kv_heads=int(config["num_key_value_heads"] or heads),
+        kv_heads=int(declared["num_key_value_heads"] or heads),
         head_dim=int(config.get("head_dim") or UNDECLARED_HEAD_DIM.get(architecture, hidden // max(heads, 1))),
         intermediate=int(config["intermediate_size"]),
         vocabulary=int(config["vocab_size"]),
-        context=int(config["max_position_embeddings"]),
+        context=_context(architecture, config),
         rope_theta=float(theta),
-        norm_eps=float(config["rms_norm_eps"]),
+        norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         tied=bool(config.get("tie_word_embeddings", False)),
-        rope_scaling=_scaling(rope, config) if _rope_type(rope) == "llama3" else None,
+        rope_scaling=_scaling(rope, config, _context(architecture, config)) if _rope_type(rope) == "llama3" else None,
         experts=_experts(config) if architecture == "Qwen3MoeForCausalLM" else None,
     )
 
 
 def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the settings of the rotary embedding; {} if there are none. transformers 5 writes `rope_parameters` with
-    rope_theta inside; 4 wrote rope_theta and a separate `rope_scaling` (or null)."""
-    found: Mapping[str, Any] = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    rope_theta inside; 4 wrote rope_theta and a separate `rope_scaling` (or null), which 5 prefers where both are."""
+    found: Mapping[str, Any] = config.get("rope_scaling") or config.get("rope_parameters") or {}
     return found
 
 
@@ -151,12 +159,17 @@ def _rope_type(rope: Mapping[str, Any]) -> str:
     return rope.get("rope_type") or rope.get("type") or "default"
 
 
-def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Llama3Scaling:
+def _context(architecture: str, config: Mapping[str, Any]) -> int:
+    return int(config.get("max_position_embeddings", UNDECLARED_CONTEXT.get(architecture, 32768)))
+
+
+def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any], context: int) -> Llama3Scaling:
+    first = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     return Llama3Scaling(
         factor=float(rope["factor"]),
         low_freq_factor=float(rope["low_freq_factor"]),
         high_freq_factor=float(rope["high_freq_factor"]),
-        original_context=int(rope.get("original_max_position_embeddings") or config["max_position_embeddings"]),
+        original_context=int(first or context),
     )
 
 
@@ -177,6 +190,8 @@ def _refuse_variants(path: Path, architecture: str, config: Mapping[str, Any]) -
     """Raise BadInput for settings with which our computation would differ from that of the model's training."""
     wanted = dict(PLAIN) if architecture == "Qwen2ForCausalLM" else {**PLAIN, **UNBIASED}
     rope = _rope(config)
+    if not isinstance(rope, dict) or any(isinstance(one, dict) for one in rope.values()):
+        raise BadInput(f"{path}: rope_parameters (rope_scaling) = {rope!r}: expected one set of numbers for all layers")
     found = {**config, "partial_rotary_factor": rope.get("partial_rotary_factor", config.get("partial_rotary_factor"))}
     for name, only in wanted.items():
         value = found.get(name)

@@ -87,7 +87,7 @@ def prompt_loader(config: Config, problems: Problems, tokenizer: Tokenizer) -> P
     """Encode the problems, and return their loader, whose fingerprint is computed."""
     encoded = encode_problems(
         problems,
-        tokenizer.hf,
+        tokenizer,
         config.data,
         config.rollout.max_context,
         vocabulary=tokenizer.vocabulary(),

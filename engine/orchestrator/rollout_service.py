@@ -71,7 +71,7 @@ async def rollout_service(
     try:
         async with HealthMonitor(pool):
             pool.spawn(config.rollout.instances if synced or joined else max(1, config.rollout.instances))
-            tokenizer = await asyncio.to_thread(Tokenizer, model, config.rollout.stop)
+            tokenizer = await asyncio.to_thread(Tokenizer, model, config.rollout.stop, config.data.prompt_template)
             await verifier.start(tokenizer.for_verifiers)
             if programs is not None:
                 await programs.start(tokenizer.for_verifiers)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import json
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from os.path import commonprefix
 from threading import Thread
 from typing import Any, Protocol
 
-from engine.data.tokenizer import make_decoder, render_chat
+from engine.data.tokenizer import TokenizerFile
 from engine.errors import BadInput, OutOfRoom, RewardError, cut_text
 from engine.run.user_code import UserCode, describe_error, load_function
 from engine.types import Prompt, Score
@@ -86,54 +85,10 @@ def load_program(spec: str) -> Program:
     return Program(function, code.co_filename if code is not None else file)
 
 
-class ProgramTokenizer:
-    """Encodes what a program appends, and decodes turns."""
-
-    def __init__(self, loaded: LoadTokenizer) -> None:
-        self.decode = make_decoder(loaded)
-        self._variables = json.loads(loaded.variables)
-        self.loaded = loaded
-        self._fast: Any = None
-        self._slow: Any = None
-        if loaded.json:
-            from tokenizers import Tokenizer as FastTokenizer
-
-            self._fast = FastTokenizer.from_str(loaded.json.decode())
-
-    def encode(self, text: str) -> list[int]:
-        """Return the token ids of a text, without tokens that begin or end a sequence."""
-        if self._fast is not None:
-            return list(self._fast.encode(text, add_special_tokens=False).ids)
-        return list(self.hf.encode(text, add_special_tokens=False))
-
-    def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:
-        """Return the messages in the chat template, and the start of an answer. `variables`: the template's own,
-        besides data.chat_template_kwargs. Raises BadInput as `render_chat` does."""
-        return render_chat(self.hf, messages, {**self._variables, **variables})
-
-    def one_token(self, text: str) -> int:
-        """Return the id of a text that is one token. Raises ValueError for any other."""
-        ids = self.encode(text)
-        if len(ids) != 1:
-            raise ValueError(f"stop {text!r} is {len(ids)} tokens of this tokenizer; it must be one")
-        return ids[0]
-
-    @property
-    def hf(self) -> Any:  # noqa: ANN401
-        """The tokenizer of transformers, which has the chat template. Loading it takes seconds."""
-        if self._slow is None:
-            from transformers import AutoTokenizer
-
-            self._slow = AutoTokenizer.from_pretrained(
-                self.loaded.folder, trust_remote_code=False, local_files_only=True
-            )
-        return self._slow
-
-
 class Chat:
     """The conversation of one response, as its program sees it."""
 
-    def __init__(self, number: int, prompt: Prompt, channel: Channel, tokenizer: ProgramTokenizer) -> None:
+    def __init__(self, number: int, prompt: Prompt, channel: Channel, tokenizer: TokenizerFile) -> None:
         self.rewritten = ""
         """As `EpisodeOver.rewritten`."""
         self._turns: list[int] = []
@@ -157,7 +112,8 @@ class Chat:
         """Sample the next turn. Its tokens are trained.
 
         `stop`: texts of one token each that end this turn, besides `rollout.stop`. `max_new_tokens`: limit of this
-        turn; 0: what is left of the response. Raises OutOfRoom if no token or no turn is left.
+        turn; 0: what is left of the response. Raises OutOfRoom if no token or no turn is left, BadInput for a stop of
+        several tokens.
         """
         stops, limit = self.check_limits(stop, max_new_tokens)
         self._waiting = asyncio.get_running_loop().create_future()
@@ -180,7 +136,7 @@ class Chat:
         return self._last
 
     def check_limits(self, stop: str | Sequence[str], max_new_tokens: int) -> tuple[tuple[int, ...], int]:
-        """Return the limits of a turn as they are sent. Raises ValueError if `complete` would for them, and
+        """Return the limits of a turn as they are sent. Raises BadInput if `complete` would for them, and
         RuntimeError while a turn is sampled."""
         if self._waiting is not None:
             raise RuntimeError("chat.complete: the turn before is still being sampled; await it first")
@@ -298,7 +254,7 @@ async def serve_episodes(
     channel: Channel, program: Program, loaded: LoadTokenizer, check: Callable[[object, int], Score]
 ) -> None:
     """Run episodes until the orchestrator closes the connection. `check`: checks a score that a program returned."""
-    tokenizer = ProgramTokenizer(loaded)
+    tokenizer = TokenizerFile(loaded)
     loop = asyncio.get_running_loop()
     inbox: asyncio.Queue[VerifierMessage | None] = asyncio.Queue()
 

@@ -19,7 +19,7 @@ from collections.abc import Coroutine, Iterable, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from engine.data.tokenizer import make_decoder
+from engine.data.tokenizer import TokenizerFile
 from engine.errors import BadInput, RewardError, cut_text
 from engine.reward.scorer import LARGEST_SCORE, METRIC_NAME, METRIC_NAMES
 from engine.reward.verifiers import BUILT_IN
@@ -73,8 +73,8 @@ def main(socket_fd: int, memory: int, processes: int, functions: Sequence[Weight
             return  # the orchestrator has ended the run
         try:
             before = MemoryUse.now()
-            decode = make_decoder(message)
-            took = MemoryUse.now().since(before) if message.json or message.model else MemoryUse(0, 0)
+            decode = TokenizerFile(message).decode
+            took = MemoryUse.now().since(before) if message.json else MemoryUse(0, 0)
             built_in = all(one.function in BUILT_IN for one in functions)
             if not built_in:
                 limit_memory(False, memory, took)

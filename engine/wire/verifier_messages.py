@@ -56,12 +56,10 @@ class VerifierMessage(msgspec.Struct, tag=True, array_like=True):
 
 
 class LoadTokenizer(VerifierMessage):
-    """The tokenizer that decodes responses. Without `json` and `model`, every response is sent with its text."""
+    """The tokenizer that decodes responses. Without `json`, every response is sent with its text."""
 
     json: bytes = b""
-    """The tokenizer as written by the library `tokenizers`."""
-    model: str = ""
-    """The model's folder, for a tokenizer that the library does not support."""
+    """The model's tokenizer.json."""
     left_out: tuple[int, ...] = ()
     """Tokens left out of a response's text."""
     folder: str = ""

@@ -18,7 +18,7 @@ from engine.config.rules import ratio_is_one
 from engine.data.named_models import fetch_named, is_named_model
 from engine.data.prepared import Prepared, prepare_problems
 from engine.data.problems import Problems
-from engine.data.prompts import check_template, encode_problems
+from engine.data.prompts import check_template, count_typed_tokens, encode_problems, keys_without_effect
 from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput
 from engine.evaluation.benchmarks import read_benchmarks, with_evaluation_context
@@ -190,22 +190,25 @@ def _check_encoding(
     of a training, or if no prompt of a problem set fits the model.
     """
     model = find_file(config.model.path)
-    tokenizer = Tokenizer(model, config.rollout.stop)
+    tokenizer = Tokenizer(model, config.rollout.stop, config.data.prompt_template)
     if problems is not None and not tokenizer.stop_ids and not end_of_sequence_ids(model):
         raise BadInput(
             f"model.path {model}: nothing ends a response: the tokenizer has no end-of-sequence token (eos_token), and "
             "neither generation_config.json nor config.json has eos_token_id; add it there, or name a token in "
             "rollout.stop"
         )
+    if difference := tokenizer.compare_transformers():
+        _warn(f"model.path {model}: {difference}; Metronome uses tokenizer.json, other programs may not")
     _warn_of_template(config, tokenizer)
     vocabulary = tokenizer.vocabulary()
     evaluated = with_evaluation_context(config).rollout.max_context
     first: Prompt | None = None
+    idle: list[set[str]] = []
     sets = [(each, evaluated) for each in benchmarks]
     for each, context in ([(problems, config.rollout.max_context)] if problems is not None else []) + sets:
         encoded = partial(
             encode_problems,
-            tokenizer=tokenizer.hf,
+            tokenizer=tokenizer,
             data=config.data,
             max_context=context,
             vocabulary=vocabulary,
@@ -218,7 +221,26 @@ def _check_encoding(
             except BadInput:
                 found = encoded(replace(each, rows=rows))
             first = first or (found.prompts[0] if each is problems else None)
+            _check_tokens(model, tokenizer, found.prompts[0].text + tokenizer.after_a_turn)
+            if config.data.prompt_template == "chat":
+                idle.append(keys_without_effect(replace(each, rows=rows[:TRIED]), tokenizer, config.data))
+        if typed := count_typed_tokens(each, tokenizer, config.data):
+            _warn(
+                f"{each.source}: {typed.total():,} of {len(each.rows):,} problems contain special tokens of the model, "
+                f"such as {typed.most_common(1)[0][0]!r}, which the model reads as such"
+            )
+    for key in sorted(set.intersection(*idle)) if idle else ():
+        _warn(f"{key} changes no prompt: the chat template does not read it, or this value is its default")
     return tokenizer, first
+
+
+def _check_tokens(model: Path, tokenizer: Tokenizer, text: str) -> None:
+    """Raise BadInput if a text of prompts has a special token that tokenizer.json lacks."""
+    if lost := tokenizer.lost_tokens(text):
+        raise BadInput(
+            f"model.path {model}: prompts have the special token {lost[0]!r}, which tokenizer_config.json or "
+            "added_tokens.json adds, but tokenizer.json does not have it: add it there, with its id"
+        )
 
 
 def _try_on_problem(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> None:
@@ -232,11 +254,18 @@ def _try_on_problem(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Non
 
 
 def _warn_of_template(config: Config, tokenizer: Tokenizer) -> None:
-    """Warn if the tokenizer has a chat template and the prompts neither use it nor have special tokens. The template of
-    the quickstart's model is for clients of `metronome serve`."""
+    """Warn if the tokenizer has a chat template and the prompts neither use it nor have special tokens (the template of
+    the quickstart's model is for clients of `metronome serve`), or if they use it and what ends its turns ends no
+    response."""
     chosen = config.data.prompt_template
-    given = tokenizer.hf.chat_template
-    plain = chosen != "chat" and not any(token in chosen for token in tokenizer.hf.all_special_tokens)
+    given = tokenizer.chat_template
+    ends = {*tokenizer.stop_ids, *end_of_sequence_ids(find_file(config.model.path))}
+    if chosen == "chat" and given and not ends.intersection(tokenizer.encode(tokenizer.after_a_turn)):
+        _warn(
+            f"model.path {config.model.path}: its chat template ends an answer with {tokenizer.after_a_turn!r}, of "
+            "which no token ends a response: name one in rollout.stop, or responses go on behind their end"
+        )
+    plain = chosen != "chat" and not any(token in chosen for token in tokenizer.added_tokens())
     if plain and given and given != (HOME / Model().path / "chat_template.jinja").read_text():
         _warn(
             f"model.path {config.model.path}: its tokenizer has a chat template, which data.prompt_template = "

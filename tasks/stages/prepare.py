@@ -89,7 +89,7 @@ def encode_prompts(
     tokenizer = Tokenizer(Path(model))
     encoded = encode_problems(
         prepared.training_problems(config),
-        tokenizer.hf,
+        tokenizer,
         config.data,
         config.rollout.max_context,
         vocabulary=tokenizer.vocabulary(),

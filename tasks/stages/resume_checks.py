@@ -92,7 +92,7 @@ def _parsed(text: bytes, marker: Marker | None) -> JsonObject | None:
 def _check_prompts(config: Config, state: JsonObject) -> None:
     if state["prompts"] is None:
         return
-    tokenizer = Tokenizer(Path(config.model.path)).hf
+    tokenizer = Tokenizer(Path(config.model.path))
     encoded = encode_problems(
         training_problems(config),
         tokenizer,

@@ -66,7 +66,7 @@ def run_trial(config: Config, given: Sequence[GivenResponse], rows: int) -> tupl
     problem has two responses: its own answer, and WRONG. Raises BadInput if data or reward can't be loaded, or if a
     named problem is not there.
     """
-    tokenizer = Tokenizer(Path(config.model.path), config.rollout.stop)
+    tokenizer = Tokenizer(Path(config.model.path), config.rollout.stop, config.data.prompt_template)
     calls = []
     for prompt in _chosen_prompts(config, tokenizer, given, rows):
         texts = [one.text for one in given if one.prompt_id in ("", prompt.id)] if given else [prompt.answer, WRONG]
@@ -87,14 +87,14 @@ def _chosen_prompts(
     chosen = [row for number, row in enumerate(problems.rows) if number < first or ids[number] in named]
     return encode_problems(
         replace(problems, rows=tuple(chosen)),
-        tokenizer=tokenizer.hf,
+        tokenizer=tokenizer,
         data=config.data,
         max_context=config.rollout.max_context,
     ).prompts
 
 
 def _response(tokenizer: Tokenizer, text: str) -> Response:
-    token_ids = tuple(tokenizer.hf.encode(text, add_special_tokens=False))
+    token_ids = tuple(tokenizer.encode(text))
     return Response(
         token_ids=token_ids,
         logprobs=(0.0,) * len(token_ids),

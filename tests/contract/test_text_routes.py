@@ -15,12 +15,13 @@ from pathlib import Path
 import openai
 import pytest
 from tokenizers.processors import TemplateProcessing
+from transformers import AutoTokenizer
 
 from engine.config import Config
 from engine.data.tokenizer import Tokenizer
 from engine.run.folder import dump_config
 from support.runs import ROOT, byte_tokenizer, wait_for
-from support.served import CONTEXT, DEADLINE_S, ENGINES, serving
+from support.served import CONTEXT, DEADLINE_S, ENGINES, command, serving
 from support.tiny_models import save
 
 NAME = "tiny"
@@ -37,7 +38,7 @@ def folder(tmp_path_factory):
     first = ("<|im_start|>", tokenizer.convert_tokens_to_ids("<|im_start|>"))
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<|im_start|> $A", special_tokens=[first])
     tokenizer.save_pretrained(made)
-    assert len(Tokenizer(made).hf.encode(PROMPT)) == len(PROMPT) + 1
+    assert len(AutoTokenizer.from_pretrained(made).encode(PROMPT)) == len(PROMPT) + 1
     return made
 
 
@@ -93,7 +94,7 @@ def test_the_root_says_what_this_is(url, folder):
 
 def test_a_prompt_gets_the_text_of_the_training_routes_tokens(client, url, folder):
     tokenizer = Tokenizer(folder)
-    ids = tokenizer.hf.encode(PROMPT, add_special_tokens=False)
+    ids = tokenizer.encode(PROMPT)
     expected = tokens_of(url, prompt=ids)
     reply = client.completions.create(prompt=PROMPT, **ASKED)
     (choice,) = reply.choices
@@ -105,7 +106,7 @@ def test_a_prompt_gets_the_text_of_the_training_routes_tokens(client, url, folde
 def test_a_chat_is_put_into_the_tokenizers_template(client, url, folder):
     tokenizer = Tokenizer(folder)
     text = f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n"
-    ids = tokenizer.hf.encode(text, add_special_tokens=False)
+    ids = tokenizer.encode(text)
     reply = chat(client)
     (choice,) = reply.choices
     assert choice.message.role == "assistant"
@@ -132,10 +133,10 @@ def test_a_stop_string_ends_the_text_before_it(client, url):
 @pytest.mark.parametrize("engine", ["embedded"], indirect=True)
 def test_an_end_of_sequence_is_no_part_of_the_text(client, url, folder):
     tokenizer = Tokenizer(folder)
-    ids = tokenizer.hf.encode(PROMPT, add_special_tokens=False)
+    ids = tokenizer.encode(PROMPT)
     for seed in range(300):
         ended = tokens_of(url, prompt=ids, seed=seed, max_tokens=CONTEXT - 10, ignore_eos=False)
-        if ended["finish_reason"] == "stop" and ended["token_ids"][-1] == tokenizer.hf.eos_token_id:
+        if ended["finish_reason"] == "stop" and ended["token_ids"][-1] == tokenizer.stop_ids[0]:
             break
     (choice,) = client.completions.create(prompt=PROMPT, **(ASKED | {"seed": seed, "max_tokens": CONTEXT - 10})).choices
     assert (choice.text, choice.finish_reason) == (tokenizer.decode(ended["token_ids"][:-1]), "stop")
@@ -237,3 +238,24 @@ def test_the_command_serves_the_policy_of_a_run(folder, tmp_path):
     finally:
         process.kill()
         process.wait()
+
+
+def test_a_tokenizer_that_an_engine_reads_otherwise_is_never_served_with_other_tokens(folder, tmp_path, engine):
+    """transformers, which vLLM asks, builds this one anew from the name of its class and then puts no space first."""
+    other = shutil.copytree(folder, tmp_path / "other")
+    file = json.loads((other / "tokenizer.json").read_text())
+    file["pre_tokenizer"]["add_prefix_space"] = True
+    (other / "tokenizer.json").write_text(json.dumps(file))
+    named = json.loads((other / "tokenizer_config.json").read_text())
+    (other / "tokenizer_config.json").write_text(json.dumps(named | {"tokenizer_class": "GPT2Tokenizer"}))
+    if engine == "vllm":
+        started = command(other, tmp_path / "port.json", "--text", NAME, engine=engine)
+        refused = subprocess.run(started, capture_output=True, text=True, cwd=ROOT, timeout=600)
+        assert refused.returncode == 2
+        assert f"--model {other}: vLLM reads 'If f(x) <= 3;" in refused.stderr
+        assert "tokenizer.json as ['Ġ', 'I', 'f'" in refused.stderr
+        return
+    with serving(other, tmp_path, "--text", NAME, token=TOKEN, engine=engine) as (_, ready):
+        url = f"http://{ready['host']}:{ready['port']}"
+        _, reply = ask(url, "POST", "/v1/completions", {"model": NAME, "prompt": PROMPT, "max_tokens": 1})
+        assert reply["usage"]["prompt_tokens"] == len(PROMPT) + 1

@@ -1,11 +1,14 @@
 """DAPO's dynamic sampling in whole runs: which prompts are kept, where the next step goes on, resume and replay."""
 
+from pathlib import Path
+
 import pytest
 
 from engine.config.inputs import Data
 from engine.data.loader import PromptLoader
 from engine.data.problems import read_problems
 from engine.data.prompts import encode_problems
+from engine.data.tokenizer import Tokenizer
 from engine.errors import MetronomeError
 from engine.wire import record
 from support.parallel.runs import Job
@@ -45,9 +48,7 @@ def trained(folder, name):
 
 def expected(settings):
     """(ids of kept prompts, prompts used) of each step, from the order of prompts and the reward alone."""
-    from transformers import AutoTokenizer
-
-    tokenizer = AutoTokenizer.from_pretrained(settings["model.path"])
+    tokenizer = Tokenizer(Path(settings["model.path"]))
     prompts = encode_problems(
         read_problems(settings["data.train"]), tokenizer, Data(), settings["rollout.max_context"]
     ).prompts

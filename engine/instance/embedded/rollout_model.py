@@ -18,8 +18,9 @@ import torch
 import torch.nn.functional as F
 from safetensors import SafetensorError
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
+from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput
 from engine.instance.embedded.cache import KeyValueCache, Prefill
 
@@ -364,7 +365,7 @@ def _stop_ids(model: PreTrainedModel, folder: str) -> frozenset[int]:
     ids = model.config.eos_token_id if ids is None else ids
     found = set(ids) if isinstance(ids, list) else {ids}
     if (Path(folder) / "tokenizer_config.json").is_file():
-        found.add(AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False).eos_token_id)
+        found.update(Tokenizer(Path(folder)).stop_ids)
     return frozenset(found - {None})
 
 

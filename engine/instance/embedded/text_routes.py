@@ -9,7 +9,7 @@ import time
 from collections.abc import Sequence
 from reprlib import repr as repr_short
 
-from engine.data.tokenizer import Tokenizer, render_chat
+from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput
 from engine.instance import protocol
 from engine.instance.embedded.backend import EmbeddedBackend
@@ -45,16 +45,14 @@ def parse_request(
     text = _chat_text(body, tokenizer) if chat else body.get("prompt")
     if not isinstance(text, str):
         raise BadInput(f"prompt = {repr_short(text)}; it must be one text, or a list of token ids")
-    prompt = list(tokenizer.hf.encode(text, add_special_tokens=False, verbose=False))
+    prompt = tokenizer.encode(text)
     found = protocol.parse_completion(asked | {"prompt": prompt}, limits)
-    end = tokenizer.hf.eos_token_id
-    ends = found.stop_ids if end is None else found.stop_ids | {end}
-    return dataclasses.replace(found, stop_ids=ends), tuple(listed)
+    return dataclasses.replace(found, stop_ids=found.stop_ids.union(tokenizer.stop_ids)), tuple(listed)
 
 
 def _chat_text(body: JsonObject, tokenizer: Tokenizer) -> str:
     """Return the messages in the tokenizer's chat format, followed by the beginning of the answer."""
-    if not tokenizer.hf.chat_template:
+    if not tokenizer.chat_template:
         raise BadInput(
             "messages: the tokenizer of this model has no chat template; send a prompt to /v1/completions instead, "
             "or add a chat_template.jinja to the model's folder"
@@ -67,7 +65,7 @@ def _chat_text(body: JsonObject, tokenizer: Tokenizer) -> str:
         if not isinstance(given.get("role"), str) or not isinstance(given.get("content"), str):
             raise BadInput(f"messages: message {place} is {repr_short(message)}; it must have a role and a text")
     try:
-        return render_chat(tokenizer.hf, [{key: one[key] for key in ("role", "content")} for one in messages], {})
+        return tokenizer.render([{key: one[key] for key in ("role", "content")} for one in messages], {})
     except BadInput as error:
         raise BadInput(f"messages: {error}") from None
 

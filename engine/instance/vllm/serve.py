@@ -19,6 +19,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NoReturn
 
 from engine.errors import BadInput, MetronomeError
@@ -237,6 +238,8 @@ def _serve(options: argparse.Namespace) -> None:
     with command_line.bind_socket(options) as sock:
         port = sock.getsockname()[1]
         arguments = _parse_as_vllm(_vllm_arguments(options, port), options.vllm)
+        if options.text:
+            _check_reading(options.model, arguments)
         import uvloop
         from vllm.entrypoints.openai.api_server import run_server_worker
 
@@ -263,6 +266,21 @@ def _parse_as_vllm(arguments: list[str], given: JsonObject) -> Any:  # noqa: ANN
     except (TypeError, ValueError) as error:
         _refuse_arguments(given, str(error))
     return parsed
+
+
+def _check_reading(model: str, arguments: Any) -> None:  # noqa: ANN401
+    """Raise BadInput if vLLM, with these options, reads text otherwise than the model's tokenizer.json."""
+    from vllm.tokenizers import get_tokenizer
+
+    from engine.data.tokenizer import Tokenizer
+
+    theirs = get_tokenizer(arguments.tokenizer or model, tokenizer_mode=arguments.tokenizer_mode)
+    read = functools.partial(theirs.encode, add_special_tokens=False)
+    if difference := Tokenizer(Path(model)).compare(read, "vLLM"):
+        raise BadInput(
+            f"--model {model}: {difference}. Serve this model with the embedded engine, or set tokenizer_class in "
+            'tokenizer_config.json to "PreTrainedTokenizerFast" if that changes it'
+        )
 
 
 def _refuse_arguments(given: JsonObject, message: str) -> NoReturn:

@@ -79,7 +79,7 @@ async def _run(jobs: list[Job], deadline: float, rank: Sequence[str]) -> None:
         ) as service:
             encoded = encode_problems(
                 read_problems(config.data.sets[0].path),
-                service.tokenizer.hf,
+                service.tokenizer,
                 config.data,
                 config.rollout.max_context,
             )

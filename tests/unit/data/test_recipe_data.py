@@ -5,12 +5,14 @@ import pytest
 from engine.config.recipe import load_config
 from engine.data.prepared import prepare_problems
 from engine.data.prompts import encode_problems
+from engine.data.tokenizer import Tokenizer
 from engine.evaluation.benchmarks import read_benchmarks
 from engine.reward.verifiers import exact, math
 from engine.types import Response
 from support.recipe_data import RECIPES, SHIPPED, with_data
-from support.runs import byte_tokenizer, overrides
+from support.runs import ROOT, overrides
 
+TOKENIZER = Tokenizer(ROOT / "data/quickstart_model")
 REWARDS = {"math": math, "exact": exact}
 PAPERS = [path for path in SHIPPED if path.parent.name == "papers"]
 
@@ -46,7 +48,7 @@ def test_the_rows_of_a_recipe_become_prompts_whose_answers_are_told_apart(recipe
     assert found.heldout.rows
     sets = [found.train, *(one.problems for one in read_benchmarks(config))]
     for problems in sets:
-        prompts = encode_problems(problems, byte_tokenizer(4096), config.data, config.rollout.max_context).prompts
+        prompts = encode_problems(problems, TOKENIZER, config.data, config.rollout.max_context).prompts
         assert len(prompts) == len(problems.rows)
         assert right_and_wrong(config, prompts[0]) == [1, 0]
         if config.data.prompt_template == "chat":
@@ -57,7 +59,7 @@ def test_the_rows_of_a_recipe_become_prompts_whose_answers_are_told_apart(recipe
 def test_every_problem_of_a_paper_asks_for_an_answer_that_the_reward_finds(recipe, tmp_path):
     config = load_config(recipe, overrides(with_data(recipe, tmp_path)))
     for problems in (prepare_problems(config).train, *(one.problems for one in read_benchmarks(config))):
-        (prompt, *_) = encode_problems(problems, byte_tokenizer(4096), config.data, 4096).prompts
+        (prompt, *_) = encode_problems(problems, TOKENIZER, config.data, 4096).prompts
         assert ("\\boxed{}" in prompt.text) + ('"Answer:"' in prompt.text) == 1
 
 

@@ -5,6 +5,7 @@ import re
 import shutil
 import tomllib
 from dataclasses import replace
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -89,7 +90,7 @@ def config(path, *keys):
 
 
 def encode(made):
-    return encode_problems(training_problems(made), AutoTokenizer.from_pretrained(made.model.path), made.data, 1024)
+    return encode_problems(training_problems(made), Tokenizer(Path(made.model.path)), made.data, 1024)
 
 
 def rendered(messages, model=MODEL, **variables):
@@ -343,7 +344,7 @@ def test_every_recipe_reads_the_published_rows_of_its_training_set(write):
     assert len(recipes) > 5
     for recipe in recipes:
         rows = read_problems(write(PUBLISHED[recipe.data.train]), RowFormat.of(recipe))
-        (prompt,) = encode_problems(rows, AutoTokenizer.from_pretrained(MODEL), recipe.data, 1024).prompts
+        (prompt,) = encode_problems(rows, Tokenizer(MODEL), recipe.data, 1024).prompts
         assert (prompt.problem, prompt.answer) == ("1+1=", "2")
 
 

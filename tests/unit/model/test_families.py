@@ -2,13 +2,20 @@
 
 import dataclasses
 import json
+import tempfile
+from pathlib import Path
 
 import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from transformers import AutoConfig
+from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 from engine.config import Parallel
 from engine.errors import BadInput
 from engine.model.families import FAMILIES, parameter_rules, transformer_settings
+from engine.model.rotary import rotary_frequencies
 from engine.model.shape import (
     SUPPORTED,
     Experts,
@@ -99,6 +106,35 @@ def test_configurations_of_transformers_5(tmp_path, kind, changes):
         assert shape.experts == Experts(count=4, per_token=2, intermediate=32, normalised=True, layers=(3,))
 
 
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+ROPE = {
+    "rope_scaling": st.sampled_from([None, {}, {"type": "default"}, LLAMA3, LLAMA3 | {"rope_theta": 5e5}])
+    | st.builds(lambda first: LLAMA3 | {"original_max_position_embeddings": first}, st.sampled_from([256, 512])),
+    "rope_parameters": st.sampled_from([None, {"rope_theta": 1e6}, LLAMA3 | {"rope_theta": 2e6}]),
+    "rope_theta": st.sampled_from([7e4, 10000]),
+    "original_max_position_embeddings": st.just(1024),
+    "max_position_embeddings": st.sampled_from([2048, 4096]),
+    "num_key_value_heads": st.sampled_from([None, 1, 2, 4]),
+    "rms_norm_eps": st.sampled_from([1e-5, 1e-6]),
+}
+"""Keys of config.json; each may be missing."""
+
+
+@pytest.mark.filterwarnings("ignore")
+@settings(deadline=None, max_examples=60)
+@given(st.fixed_dictionaries({}, optional=ROPE))
+def test_a_configuration_is_read_as_transformers_reads_it(found):
+    written = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "vocab_size": 64}
+    written |= {"num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 1} | found
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(written))
+        shape = read_shape(Path(folder), weights=False)
+        theirs = AutoConfig.from_pretrained(folder)
+    assert torch.equal(rotary_frequencies(shape), LlamaRotaryEmbedding(theirs).inv_freq)
+    sizes = (theirs.num_key_value_heads, theirs.rms_norm_eps, theirs.max_position_embeddings)
+    assert (shape.kv_heads, shape.norm_eps, shape.context) == sizes
+
+
 def save_in(folder, kind, changes):
     save(folder, kind, **changes)
     return folder
@@ -116,9 +152,15 @@ def save_in(folder, kind, changes):
         (LLAMA, {"mlp_bias": True}, "mlp_bias = True"),
         (LLAMA, {"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
         (LLAMA, {"rope_scaling": {"type": "linear", "factor": 2.0}}, "rope_type = 'linear' is not supported"),
-        (LLAMA, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope_type = 'yarn'"),
         (
             LLAMA,
+            {"rope_scaling": {"full_attention": {"rope_theta": 1e4}}},
+            "expected one set of numbers for all layers",
+        ),
+        (LLAMA, {"rope_scaling": "yarn"}, "rope_parameters (rope_scaling) = 'yarn'"),
+        (MOE, {"rope_parameters": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4}}, "rope_type = 'yarn'"),
+        (
+            MOE,
             {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
             "partial_rotary_factor = 0.5",
         ),

@@ -320,3 +320,88 @@ def test_a_chat_template_that_is_not_used_is_warned_of(
     check_inputs(config_of(settings | {"model.path": str(model), "data.prompt_template": chosen}))
     told = f"{model}: its tokenizer has a chat template, which data.prompt_template = {chosen!r} does not use"
     assert (told in " ".join(capsys.readouterr().out.split())) == warned
+
+
+QWEN = (HOME / "data/quickstart_model/chat_template.jinja").read_text()
+USER_ONLY = "{% for m in messages if m.role != 'system' %}{{ m.content }}<|endoftext|>{% endfor %}"
+KINDLY = "{% if kindly %}Please: {% endif %}" + QWEN
+PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+
+
+@pytest.mark.parametrize(
+    ("template", "given", "told"),
+    [
+        (QWEN, {}, []),
+        (QWEN, {"data.system": "Be brief."}, []),
+        (USER_ONLY, {"data.system": "Be brief."}, ["data.system changes no prompt"]),
+        (KINDLY, {"data.chat_template_kwargs.kindly": "true"}, []),
+        (KINDLY, {"data.chat_template_kwargs.kindly": "false"}, ["data.chat_template_kwargs.kindly changes no prompt"]),
+        (KINDLY, {"data.chat_template_kwargs.kindli": "true"}, ["data.chat_template_kwargs.kindli changes no prompt"]),
+        (PLAIN, {}, ["its chat template ends an answer with '\\n', of which no token ends a response"]),
+        (PLAIN, {"rollout.stop": '["\\n"]'}, []),
+        ("{{ messages[0].content }}", {}, ["its chat template ends an answer with '', of which no token"]),
+    ],
+)
+def test_what_a_chat_template_leaves_without_effect_is_warned_of(
+    settings, tiny_model, tmp_path, capsys, template, given, told
+):
+    model = shutil.copytree(tiny_model, tmp_path / "instruct")
+    (model / "chat_template.jinja").write_text(template)
+    check_inputs(config_of(settings | {"model.path": str(model), "data.prompt_template": "chat"} | given))
+    shown = " ".join(capsys.readouterr().out.split())
+    for sentence in ("changes no prompt", "ends an answer with"):
+        assert shown.count(sentence) == sum(sentence in one for one in told)
+    assert all(one in shown for one in told)
+
+
+@pytest.mark.parametrize("template", ["chat", "<|im_start|>{problem}<|im_end|>", "{problem} ({level})"])
+def test_special_tokens_typed_in_problems_are_counted(settings, tiny_model, tmp_path, capsys, template):
+    rows = [
+        {"problem": f"{n}+1000=", "answer": str(n + 1000), "level": "<|pad|>" if n in (5, 6) else "1"}
+        for n in range(400)
+    ]
+    for n in (3, 7, 300):
+        rows[n]["problem"] += "<|im_end|>\n<|im_start|>assistant"
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "heldout.jsonl").write_text(json.dumps({"problem": "0+0=", "answer": "0", "level": "1"}) + "\n")
+    sets = {"data.train": str(path), "data.heldout": str(tmp_path / "heldout.jsonl")}
+    given = sets | {"data.prompt_template": template}
+    check_inputs(config_of(settings | given))
+    count = 5 if "level" in template else 3
+    told = f"{path}: {count} of 400 problems contain special tokens of the model, such as '<|im_"
+    shown = " ".join(capsys.readouterr().out.split())
+    assert told in shown
+    assert shown.count("contain special tokens") == 1
+
+
+def test_a_class_of_transformers_that_reads_otherwise_is_warned_of(settings, tiny_model, tmp_path, capsys):
+    model = shutil.copytree(tiny_model, tmp_path / "other")
+    named = json.loads((model / "tokenizer_config.json").read_text())
+    file = json.loads((model / "tokenizer.json").read_text())
+    file["pre_tokenizer"]["add_prefix_space"] = True
+    (model / "tokenizer.json").write_text(json.dumps(file))
+    (model / "tokenizer_config.json").write_text(json.dumps(named | {"tokenizer_class": "GPT2Tokenizer"}))
+    check_inputs(config_of(settings | {"model.path": str(model)}))
+    shown = " ".join(capsys.readouterr().out.split())
+    assert f"{model}: transformers (GPT2Tokenizer) reads" in shown
+    assert "Metronome uses tokenizer.json, other programs may not" in shown
+
+
+def test_a_special_token_of_the_prompts_that_tokenizer_json_lacks_is_refused(settings, tiny_model, tmp_path):
+    model = shutil.copytree(tiny_model, tmp_path / "lost")
+    named = json.loads((model / "tokenizer_config.json").read_text())
+    named["added_tokens_decoder"] = {"260": {"content": "<|turn|>", "special": True}}
+    (model / "tokenizer_config.json").write_text(json.dumps(named))
+    given = settings | {"model.path": str(model)}
+    check_inputs(config_of(given))
+    with pytest.raises(BadInput, match=r"lost: prompts have the special token '<\|turn\|>'.*tokenizer.json does not"):
+        check_inputs(config_of(given | {"data.prompt_template": "{problem}<|turn|>"}))
+
+
+@pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
+def test_an_adapter_in_the_models_folder_is_refused(settings, tiny_model, tmp_path, file):
+    model = shutil.copytree(tiny_model, tmp_path / "adapted")
+    (model / file).touch()
+    with pytest.raises(BadInput, match=rf"adapted: it has an adapter \({file}\), which is not loaded: merge it"):
+        check_inputs(config_of(settings | {"model.path": str(model)}))

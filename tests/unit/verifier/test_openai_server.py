@@ -10,12 +10,13 @@ import msgspec
 import openai
 import pytest
 
-from engine.data.tokenizer import Tokenizer
+from engine.data.tokenizer import Tokenizer, TokenizerFile
 from engine.errors import BadInput, OutOfRoom
 from engine.types import Prompt
-from engine.verifier.program import Chat, ProgramTokenizer
+from engine.verifier.program import Chat
 from engine.wire.columns import open_ids, pack_ids
 from engine.wire.verifier_messages import TurnSampled
+from support.runs import byte_tokenizer
 
 TEMPLATE = """{%- if tools %}<|im_start|>tools
 {{ tools | tojson }}<|im_end|>
@@ -48,7 +49,7 @@ class Orchestrator:
 def tokenizer(tiny_model, tmp_path_factory):
     model = shutil.copytree(tiny_model, tmp_path_factory.mktemp("tools") / "model")
     (model / "chat_template.jinja").write_text(TEMPLATE)
-    return ProgramTokenizer(Tokenizer(model).for_verifiers)
+    return TokenizerFile(Tokenizer(model).for_verifiers)
 
 
 def begin_chat(tokenizer, prompt, turns):
@@ -123,7 +124,7 @@ async def test_a_request_is_a_turn_and_what_was_sampled_is_never_tokenized_again
         said += [{"role": "assistant", "content": text}, {"role": "user", "content": "Sure?"}]
         last = await ask(model="policy", messages=said, tools=TOOLS, stop="\n")
         assert (text, last.choices[0].message.content) == ("It is 2\ufffd", "Yes")
-    assert list(map(tokenizer.hf.decode, orchestrator.appended)) == [
+    assert list(map(byte_tokenizer(512).decode, orchestrator.appended)) == [
         f"tools\n{json.dumps(TOOLS)}<|im_end|>\n<|im_start|>system\nAdd.<|im_end|>\n"
         "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n",
         "\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n",
@@ -191,7 +192,7 @@ async def test_messages_one_by_one_are_appended_as_all_at_once(tokenizer):
             chat.append(tools[0])
         found.append(orchestrator.appended)
     assert found[0] == found[1]
-    assert tokenizer.hf.decode(found[0][1]).count("first") == 1
+    assert byte_tokenizer(512).decode(found[0][1]).count("first") == 1
 
 
 async def test_a_conversation_begins_once_and_what_is_no_request_changes_nothing(connect, tokenizer):
@@ -280,7 +281,7 @@ async def test_a_first_request_that_is_refused_leaves_the_conversation_to_the_ne
         with pytest.raises(openai.BadRequestError, match="still being sampled"):
             await ask(model="", messages=said)
         await own
-    assert tokenizer.hf.decode(orchestrator.appended[0]).count("Add.") == 1
+    assert byte_tokenizer(512).decode(orchestrator.appended[0]).count("Add.") == 1
 
 
 async def test_what_a_tool_says_may_look_like_a_mark(tokenizer):
@@ -289,7 +290,7 @@ async def test_what_a_tool_says_may_look_like_a_mark(tokenizer):
     await chat.complete()
     chat.append({"role": "tool", "content": said})
     await chat.complete()
-    assert tokenizer.hf.decode(orchestrator.appended[1]) == (
+    assert byte_tokenizer(512).decode(orchestrator.appended[1]) == (
         f"<|im_end|>\n<|im_start|>tool\n{said}<|im_end|>\n<|im_start|>assistant\n"
     )
     assert not chat.rewritten
@@ -297,12 +298,15 @@ async def test_what_a_tool_says_may_look_like_a_mark(tokenizer):
 
 async def test_the_recipes_template_variables_are_those_of_every_turn(connect, tokenizer):
     """Its tools stand in the prompt; an agent need not name them, and may name others."""
-    loaded = msgspec.structs.replace(tokenizer.loaded, variables=json.dumps({"tools": TOOLS}).encode())
+    loaded = msgspec.structs.replace(tokenizer.for_verifiers, variables=json.dumps({"tools": TOOLS}).encode())
     described = f"<|im_start|>tools\n{json.dumps(TOOLS)}<|im_end|>\n"
-    chat, orchestrator = begin_chat(ProgramTokenizer(loaded), described, [[*b"1"], [*b"2"]])
+    chat, orchestrator = begin_chat(TokenizerFile(loaded), described, [[*b"1"], [*b"2"]])
     async with chat.openai() as (base_url, key):
         ask = connect(base_url, key).chat.completions.create
         with pytest.raises(openai.BadRequestError, match="does not begin with the prompt"):
             await ask(model="", messages=[USER], tools=[{"type": "function", "function": {"name": "other"}}])
         await ask(model="", messages=[USER])
-    assert tokenizer.hf.decode(orchestrator.appended[0]) == "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        byte_tokenizer(512).decode(orchestrator.appended[0])
+        == "<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n"
+    )

@@ -425,7 +425,7 @@ async def test_an_environment_of_openenv(tmp_path, tiny_model, monkeypatch):
 @pytest.mark.timeout(900)
 async def test_an_environment_of_verifiers(tmp_path, tiny_model, monkeypatch):
     pytest.importorskip("verifiers", reason="`pip install verifiers` for the example in docs/examples")
-    hf = Tokenizer(tiny_model).hf
+    hf = AutoTokenizer.from_pretrained(tiny_model)
 
     def answer(conversation, _):
         return hf.encode("2<|im_end|>" if "Sure?" in hf.decode(conversation) else "1<|im_end|>")
