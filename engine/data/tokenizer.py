@@ -188,12 +188,13 @@ class Tokenizer(TokenizerFile):
         turns = [one for one in self.encode(self.after_a_turn) if one in special]
         stops = [self.one_token(text, "rollout.stop") for text in stop]
         ends = turns if prompt_template == "chat" or any(special[one] in prompt_template for one in turns) else []
-        named = {name: self._file.token_to_id(text) for name, text in made.special_tokens_map.items()}
+        texts = made.special_tokens_map
+        named = {name: self._file.token_to_id(texts[name]) for name in NO_TEXT if name in texts}
         self.stop_ids = tuple(dict.fromkeys(one for one in (named.get("eos_token"), *ends, *stops) if one is not None))
         """The ids of the end of sequence, of `stop`, and of the special tokens that end a turn in the chat template, if
         the prompts are written with it or with such a token."""
         of_turns = turns if made.chat_template else set(stops) & special.keys()
-        left_out = {*map(named.get, NO_TEXT), *end_of_sequence_ids(model), *of_turns} - {None}
+        left_out = {*named.values(), *end_of_sequence_ids(model), *of_turns} - {None}
         self.for_verifiers = msgspec.structs.replace(self.for_verifiers, left_out=tuple(sorted(left_out)))
         self._left_out = frozenset(left_out)
 
@@ -228,8 +229,9 @@ def _load_transformers(model: Path) -> PreTrainedTokenizerBase:
         made: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             model, trust_remote_code=False, local_files_only=True
         )
-    except (OSError, ValueError) as error:
-        raise BadInput(f"model.path {model}: AutoTokenizer can't load a tokenizer there: {error}") from None
+    except Exception as error:  # noqa: BLE001 - of damaged files the libraries raise anything, `tokenizers` a bare one
+        why = str(error) if isinstance(error, (OSError, ValueError)) else f"{type(error).__name__}: {error}"
+        raise BadInput(f"model.path {model}: AutoTokenizer can't load a tokenizer there: {why}") from None
     files = ("tokenizer.json", *made.vocab_files_names.values())
     if not any((model / name).is_file() for name in files):  # transformers would build one without a vocabulary
         raise BadInput(f"model.path {model}: AutoTokenizer can't load a tokenizer there: it has no {files[0]}")

@@ -17,8 +17,6 @@ SUPPORTED = ("LlamaForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3M
 
 UNDECLARED_HEAD_DIM = {"Qwen3ForCausalLM": 128}
 """Architecture → transformers' default if config.json has no `head_dim`; for all others it is hidden // heads."""
-UNDECLARED_CONTEXT = {"LlamaForCausalLM": 2048}
-"""Architecture → transformers' default if config.json has no `max_position_embeddings`; for all others it is 32768."""
 UNDECLARED_ROPE_THETA = 10000.0
 """transformers' default if config.json has no `rope_theta`, for all of SUPPORTED."""
 
@@ -139,11 +137,11 @@ def _shape(architecture: str, config: Mapping[str, Any]) -> ModelShape:
         head_dim=int(config.get("head_dim") or UNDECLARED_HEAD_DIM.get(architecture, hidden // max(heads, 1))),
         intermediate=int(config["intermediate_size"]),
         vocabulary=int(config["vocab_size"]),
-        context=_context(architecture, config),
+        context=int(config["max_position_embeddings"]),
         rope_theta=float(theta),
         norm_eps=float(config.get("rms_norm_eps", 1e-6)),
         tied=bool(config.get("tie_word_embeddings", False)),
-        rope_scaling=_scaling(rope, config, _context(architecture, config)) if _rope_type(rope) == "llama3" else None,
+        rope_scaling=_scaling(rope, config) if _rope_type(rope) == "llama3" else None,
         experts=_experts(config) if architecture == "Qwen3MoeForCausalLM" else None,
     )
 
@@ -159,17 +157,13 @@ def _rope_type(rope: Mapping[str, Any]) -> str:
     return rope.get("rope_type") or rope.get("type") or "default"
 
 
-def _context(architecture: str, config: Mapping[str, Any]) -> int:
-    return int(config.get("max_position_embeddings", UNDECLARED_CONTEXT.get(architecture, 32768)))
-
-
-def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any], context: int) -> Llama3Scaling:
+def _scaling(rope: Mapping[str, Any], config: Mapping[str, Any]) -> Llama3Scaling:
     first = config.get("original_max_position_embeddings") or rope.get("original_max_position_embeddings")
     return Llama3Scaling(
         factor=float(rope["factor"]),
         low_freq_factor=float(rope["low_freq_factor"]),
         high_freq_factor=float(rope["high_freq_factor"]),
-        original_context=int(first or context),
+        original_context=int(first or config["max_position_embeddings"]),
     )
 
 

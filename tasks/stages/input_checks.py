@@ -221,7 +221,11 @@ def _check_encoding(
             except BadInput:
                 found = encoded(replace(each, rows=rows))
             first = first or (found.prompts[0] if each is problems else None)
-            _check_tokens(model, tokenizer, found.prompts[0].text + tokenizer.after_a_turn)
+            if lost := tokenizer.lost_tokens(found.prompts[0].text + tokenizer.after_a_turn):
+                raise BadInput(
+                    f"model.path {model}: prompts have the special token {lost[0]!r}, which tokenizer_config.json or "
+                    "added_tokens.json adds, but tokenizer.json does not have it: add it there, with its id"
+                )
             if config.data.prompt_template == "chat":
                 idle.append(keys_without_effect(replace(each, rows=rows[:TRIED]), tokenizer, config.data))
         if typed := count_typed_tokens(each, tokenizer, config.data):
@@ -232,15 +236,6 @@ def _check_encoding(
     for key in sorted(set.intersection(*idle)) if idle else ():
         _warn(f"{key} changes no prompt: the chat template does not read it, or this value is its default")
     return tokenizer, first
-
-
-def _check_tokens(model: Path, tokenizer: Tokenizer, text: str) -> None:
-    """Raise BadInput if a text of prompts has a special token that tokenizer.json lacks."""
-    if lost := tokenizer.lost_tokens(text):
-        raise BadInput(
-            f"model.path {model}: prompts have the special token {lost[0]!r}, which tokenizer_config.json or "
-            "added_tokens.json adds, but tokenizer.json does not have it: add it there, with its id"
-        )
 
 
 def _try_on_problem(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> None:

@@ -113,7 +113,6 @@ ROPE = {
     "rope_parameters": st.sampled_from([None, {"rope_theta": 1e6}, LLAMA3 | {"rope_theta": 2e6}]),
     "rope_theta": st.sampled_from([7e4, 10000]),
     "original_max_position_embeddings": st.just(1024),
-    "max_position_embeddings": st.sampled_from([2048, 4096]),
     "num_key_value_heads": st.sampled_from([None, 1, 2, 4]),
     "rms_norm_eps": st.sampled_from([1e-5, 1e-6]),
 }
@@ -125,7 +124,11 @@ ROPE = {
 @given(st.fixed_dictionaries({}, optional=ROPE))
 def test_a_configuration_is_read_as_transformers_reads_it(found):
     written = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 64, "vocab_size": 64}
-    written |= {"num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 1} | found
+    written |= (
+        {"num_attention_heads": 4, "intermediate_size": 64, "num_hidden_layers": 1}
+        | {"max_position_embeddings": 4096}
+        | found
+    )
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(written))
         shape = read_shape(Path(folder), weights=False)
