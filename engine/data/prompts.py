@@ -132,7 +132,7 @@ def count_typed_tokens(problems: Problems, tokenizer: Tokenizer, data: Data) -> 
     own = Counter(tokens.findall(template))
     found: Counter[str] = Counter()
     for row in problems.rows:
-        text = _fill(template, row) if template else "\n".join(str(one["content"]) for one in _messages(row))
+        text = _fill(template, row) if template else "\n".join(str(one.get("content") or "") for one in _messages(row))
         if typed := Counter(tokens.findall(text)) - own:
             found[next(iter(typed))] += 1
     return found

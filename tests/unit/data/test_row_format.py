@@ -20,7 +20,7 @@ from engine.data.problem_statistics import report_data
 from engine.data.problems import read_problems
 from engine.data.prompts import encode_problems
 from engine.data.row_format import RowFormat
-from engine.data.tokenizer import Tokenizer, render_chat
+from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput
 from engine.evaluation.benchmarks import encode_benchmarks, read_benchmarks
 from engine.run.folder import dump_config
@@ -187,9 +187,9 @@ def test_messages_after_the_users_last_reach_the_model(write, column, after, kep
     made = config(path, *CHAT, "data.instruction=Add.")
     problems = prepare_problems(made).train
     (prompt,) = encode(made).prompts
-    hf = Tokenizer(MODEL).hf
     asked = {**ASKED, "content": "1+1=\nAdd."}
-    assert prompt.text == render_chat(hf, [SYSTEM, asked, *({"content": ""} | one for one in kept)], {}) + begun
+    turns = [SYSTEM, asked, *({"content": ""} | one for one in kept)]
+    assert prompt.text == Tokenizer(MODEL).render(turns, {}) + begun
     unread = column == "messages" and after[-1] is THINK
     assert [note.partition(": ")[2] for note in problems.notes] == unread * [
         "the assistant's message at the end is not read, since a column has the answer"

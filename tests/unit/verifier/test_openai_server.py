@@ -82,7 +82,7 @@ async def test_the_limit_and_the_variables_of_a_request_are_those_of_its_turn(co
         first = await ask(model="policy", messages=[USER], max_completion_tokens=5, extra_body=quick)
         await ask(model="policy", messages=[USER, first.choices[0].message, USER], max_tokens=7)
     assert orchestrator.limits == [5, 7]
-    texts = list(map(tokenizer.hf.decode, orchestrator.appended))
+    texts = list(map(byte_tokenizer(512).decode, orchestrator.appended))
     assert [text.endswith("<think></think>") for text in texts] == [True, False]
 
 
@@ -245,7 +245,7 @@ async def test_what_the_model_was_never_shown_is_refused(connect, tokenizer, beg
         await ask(model="", messages=said, extra_body=goes_on)
         await ask(model="", messages=[*said, {"role": "assistant", "content": "2"}, USER], extra_body=goes_on)
     assert len(orchestrator.appended) == 3
-    assert tokenizer.hf.decode(orchestrator.appended[0]).count('"add"') == ("tools" in begins)
+    assert byte_tokenizer(512).decode(orchestrator.appended[0]).count('"add"') == ("tools" in begins)
 
 
 async def test_a_request_that_is_sent_again_gets_the_same_turn(connect, tokenizer):

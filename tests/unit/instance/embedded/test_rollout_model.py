@@ -92,7 +92,7 @@ def test_stop_ids_are_those_of_the_generation_config_and_the_tokenizers(tmp_path
     assert RolloutModel(folder, 16).stop_ids == {1, 9}
     for file in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(tiny_model / file, folder)
-    assert RolloutModel(folder, 16).stop_ids == {1, 9, Tokenizer(tiny_model).hf.eos_token_id}
+    assert RolloutModel(folder, 16).stop_ids == {1, 9, *Tokenizer(tiny_model).stop_ids}
 
 
 @pytest.mark.parametrize(
