@@ -15,8 +15,8 @@ from typing import Any
 
 from engine.config import Config
 from engine.data.problem_files import spell_value
+from engine.reward.extraction import last_boxed
 from engine.reward.math.canonical import join_thousands
-from engine.reward.verifiers import last_boxed
 from engine.types import JsonObject
 
 PROBLEM = ("problem", "question", "prompt", "messages")

@@ -1,9 +1,10 @@
 r"""maj@k: the value of a majority vote over a problem's sampled answers.
 
-A response votes for the answer that the verifier reads in it: `\boxed{…}` for "math", the text after the last "#" for
-"exact". Votes for answers that the verifier considers equal are counted together. Every right response votes for the
-right answer, in any spelling. A response without an answer abstains, and one without a score is left out. If t answers
-tie at the top and the right one is among them, the value is 1/t, which is the mean over fair draws among them.
+A response votes for the answer that the reward reads in it: the first of `stated_answers` for "math", the text
+after the last "#" for "exact". Votes for answers that the verifier considers equal are counted together. Every right
+response votes for the right answer, in any spelling. A response without an answer abstains, and one without a score is
+left out. If t answers tie at the top and the right one is among them, the value is 1/t, which is the mean over fair
+draws among them.
 """
 
 from __future__ import annotations
@@ -13,8 +14,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from engine.evaluation.intervals import is_right, majority_of
+from engine.reward.extraction import stated_answers
 from engine.reward.scorer import ResponseScorer
-from engine.reward.verifiers import final_answer
 from engine.types import Group, Prompt, Response
 
 
@@ -42,9 +43,8 @@ class _Answer:
     spellings: set[str] = field(default_factory=set)
 
 
-def _boxed(text: str) -> str | None:
-    found = final_answer(text)
-    return found.strip() if found is not None else None
+def _stated(text: str) -> str | None:
+    return next(iter(stated_answers(text)), None) or None
 
 
 def _marked(text: str) -> str | None:
@@ -53,7 +53,7 @@ def _marked(text: str) -> str | None:
     return found or None
 
 
-READ: dict[str, Callable[[str], str | None]] = {"math": _boxed, "exact": _marked}
+READ: dict[str, Callable[[str], str | None]] = {"math": _stated, "exact": _marked}
 """For each reward.function, the function that reads the answer in a response's text; None means that the response
 abstains. Other rewards have no maj@k."""
 

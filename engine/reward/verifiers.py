@@ -4,37 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
+from engine.reward.extraction import last_boxed, listed_boxes, stated_answers
 from engine.reward.math.answers import tidy_answer
 from engine.reward.math.canonical import canonical_latex
-from engine.reward.math.equality import MOST, same_answer
-from engine.reward.math.formulas import LONGEST, extract_expressions, is_heavy, verify_response
+from engine.reward.math.equality import same_answer
+from engine.reward.math.formulas import LONGEST, is_heavy, verify_response
 from engine.reward.math.structure import is_list, split_parts
 from engine.types import Prompt, Response, Score
 
-_TAIL = 2_000
-"""Number of characters at the end of an unboxed response that are searched, because math-verify's patterns take
-quadratic time (24 s for 64,000 characters)."""
 _DETAIL = 200
 """Number of characters of the extracted answer in a score's detail."""
-_BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
-_FORMULA = re.compile(r"(?<!\\)\$\$(.+?)(?<!\\)\$\$|(?<!\\)\$(.+?)(?<!\\)\$|\\\[(.+?)\\\]|\\\((.+?)\\\)", re.DOTALL)
-_EMPHASIS = re.compile(r"(\*\*|__|`)(?=\S)([^\n]+?)(?<=\S)\1")
-"""Markdown around a word or a formula."""
 _WORDS = re.compile(r"\\text\{[^{}]*\}|\\[a-zA-Z]+")
 _APPLIED = re.compile(r"(?<![a-zA-Z\\])[a-zA-Z]\([^()=]+\)")
-_AND = re.compile(r"\s*,?\s*(?:and|or)?\s*")
-_BLANK = r"(?:\s|\$|\\[()\[\],;!]|\\q?quad)*+"
-_WORD = r"(?:\\text\{\s*)?(and|or|和|或)(?:\s*\})?"
-_BETWEEN = re.compile(
-    rf"{_BLANK}(?:[,;，；、]{_BLANK}(?:{_WORD})?|{_WORD}){_BLANK}(?:[a-zA-Z](?:_\{{?\w\}}?)?\s*=)?{_BLANK}"
-)
-"""Text that may stand between two boxes of one list."""
-_JOINED = {"and": "and", "or": "or", "和": "and", "或": "or"}
-_NAMED = re.compile(r"([a-zA-Z](?:_\{?\w\}?)?\s*=)\s*\$?\s*$")
-_NEAR = 100
-"""Largest distance in characters between the word "answer", or a box, and the formula that belongs to it."""
 
 
 def per_response(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,18 +37,17 @@ def exact(prompt: Prompt, response: Response) -> Score:
 
 @per_response
 def math(prompt: Prompt, response: Response) -> Score:
-    r"""1 if the last `\boxed{…}` of the response is the answer (`final_answer`); without one, if its final expression
-    is (`equality.same_answer`)."""
-    boxes = _last_boxes(response.text)
-    found = _joined_boxes(boxes)
-    shown = found if found is not None else stated_answer(response.text[-_TAIL:])
+    r"""1 if the answer that the response states (`extraction.stated_answers`) is the answer (`equality.same_answer`).
+    Several boxes also count if each of them is."""
+    stated = next(iter(stated_answers(response.text)), "")
+    gold = last_boxed(prompt.answer)
+    gold = prompt.answer if gold is None else gold
+    boxes = listed_boxes(response.text)
     try:
-        right = _right(prompt.answer, shown, plain=found is None) or (
-            len(boxes) > 1 and all(_right(prompt.answer, box.content, plain=False) for box in boxes)
-        )
+        right = _states(stated, gold) or (len(boxes) > 1 and all(_states(box, gold) for box in boxes))
     except (RecursionError, MemoryError) as error:  # no real answer needs this much, see engine.verifier.worker.MEMORY
-        return Score(0.0, detail=f"{type(error).__name__}: {shown[:_DETAIL].strip()}")
-    return Score(float(right), detail=shown[-_DETAIL:].strip())
+        return Score(0.0, detail=f"{type(error).__name__}: {stated[:_DETAIL].strip()}")
+    return Score(float(right), detail=stated[-_DETAIL:].strip())
 
 
 @per_response
@@ -77,101 +59,6 @@ def math_verify(prompt: Prompt, response: Response) -> Score:
     except (RecursionError, MemoryError) as error:
         return Score(0.0, detail=type(error).__name__)
     return Score(float(right))
-
-
-def final_answer(text: str) -> str | None:
-    r"""The content of the last `\boxed{…}`. Boxes that are separated only by a comma, "and" or "or" are one list. None
-    without a box.
-
-    A name before a box of a list belongs to it: x=\boxed{1}, y=\boxed{2} is x=1, y=2. Equal boxes count once.
-    """
-    return _joined_boxes(_last_boxes(text))
-
-
-def _joined_boxes(boxes: list[_Box]) -> str | None:
-    return " ".join(part for box in boxes for part in box[2:]).strip() if boxes else None
-
-
-def _last_boxes(text: str) -> list[_Box]:
-    found = _boxes(text)
-    first = len(found) - 1
-    while first > 0 and (between := _between(text, found[first - 1], found[first])):
-        first -= 1
-        found[first] = found[first]._replace(joined=_JOINED.get(between[1] or between[2], ","))
-    last = found[first:]
-    if not 1 < len(last) <= MOST:
-        return last[-1:]
-    named = [_NAMED.search(text[max(0, box.start - _NEAR) : box.start]) for box in last]
-    entries = {(name[1] if name else "") + box.content: box for name, box in zip(named, last, strict=True)}
-    if len(entries) == 1:
-        return last[-1:]
-    listed = [box._replace(content=entry) for entry, box in entries.items()]
-    return [*listed[:-1], listed[-1]._replace(joined="")]
-
-
-def _between(text: str, one: _Box, other: _Box) -> re.Match[str] | None:
-    return _BETWEEN.fullmatch(text, one.stop, other.start) if 0 <= other.start - one.stop < _NEAR else None
-
-
-def last_boxed(text: str) -> str | None:
-    r"""The content of the `\boxed{…}` that closes last, with balanced braces; None if there is none."""
-    found = _boxes(text)
-    return found[-1].content if found else None
-
-
-class _Box(NamedTuple):
-    start: int
-    stop: int
-    content: str
-    joined: str = ""
-
-
-def _boxes(text: str) -> list[_Box]:
-    r"""Every `\boxed{…}` with balanced braces, in the order in which they close. Takes linear time."""
-    opened: list[tuple[int, int]] = []  # for each open brace: start of \boxed, or -1; start of its content
-    found: list[_Box] = []
-    for token in _BRACES.finditer(text):
-        if token[0] == "{" or token[0].startswith("\\boxed"):
-            opened.append((token.start() if token[0] != "{" else -1, token.end()))
-        elif token[0] == "}" and opened:
-            boxed, start = opened.pop()
-            if boxed >= 0:
-                found.append(_Box(boxed, token.end(), text[start : token.start()]))
-    return found
-
-
-def stated_answer(text: str) -> str:
-    """The formulas after the last "answer", else the last formula, else the text after the last "answer", else the
-    whole text."""
-    text = _EMPHASIS.sub(r"\2", text)
-    anchor = text.lower().rfind("answer")
-    behind = text[anchor + len("answer") :] if anchor >= 0 else text
-    formulas = list(_FORMULA.finditer(behind))
-    if not formulas:
-        return behind
-    if anchor < 0:
-        return _joined(behind, formulas[-1:])
-    return _joined(behind, formulas) if formulas[0].start() < _NEAR else behind[: formulas[0].start()]
-
-
-def _joined(text: str, formulas: list[re.Match[str]]) -> str:
-    """The first formula, and the formulas that follow it after only a comma or "and"."""
-    parts = [formulas[0]]
-    for formula in formulas[1:]:
-        if not _AND.fullmatch(text[parts[-1].end() : formula.start()]):
-            break
-        parts.append(formula)
-    return ", ".join(next(filter(None, part.groups())) for part in parts)
-
-
-def _right(answer: str, shown: str, plain: bool) -> bool:
-    gold = last_boxed(answer)
-    gold = answer if gold is None else gold
-    if _states(shown, gold):
-        return True
-    if not plain or _FORMULA.search(shown):
-        return False
-    return any(isinstance(found, str) and _states(found, gold) for found in extract_expressions(shown))
 
 
 def _states(found: str, gold: str) -> bool:

@@ -38,11 +38,19 @@ async def test_equal_answers_are_counted_together_however_they_are_spelled():
     assert (wrong.answer, wrong.votes, wrong.tied, wrong.value) == ("0.25", 3, 1, 0.0)
 
 
-async def test_a_right_response_without_a_box_votes_for_the_right_answer():
-    """And a wrong one without a box abstains."""
-    plain = ["The answer is $4$", "so the answer is 4", "The answer is $5$"]
-    found = await voted([*boxed("3"), *plain], "4")
-    assert found == Majority("4", 2, 1, 1.0)
+@pytest.mark.parametrize(
+    "texts",
+    [
+        boxed("5", "7", "7", "7"),
+        ["The answer is 5.", "The answer is 7.", "Answer: 7", "7 is the answer"],
+        ["\\boxed{5}", "So x = 7", "So x = 7", "<answer>7</answer>"],
+        ["#### 5", "#### 7", "答案：7", "in all, 7."],
+    ],
+)
+async def test_right_and_wrong_responses_vote_alike_however_they_state_their_answer(texts):
+    """The reward and the vote read one answer in a text."""
+    found = await voted(texts, "5")
+    assert (found.votes, found.tied, found.value) == (3, 1, 0.0)
 
 
 async def test_a_vote_of_marked_answers():

@@ -4,7 +4,7 @@ import time
 
 import pytest
 
-from engine.reward.verifiers import exact, final_answer, last_boxed, math
+from engine.reward.verifiers import exact, math
 from engine.types import Prompt, Response
 
 
@@ -69,41 +69,6 @@ def test_math_takes_the_last_box_or_the_final_expression(answer, text, value):
 def test_of_a_long_response_without_a_box_the_end_is_read():
     text = f"There were 7 apples. {'We eat some of them, one by one. ' * 100} So there are 5 left."
     assert [math(prompt(answer), response(text)).value for answer in ("5", "7")] == [1.0, 0.0]
-
-
-@pytest.mark.parametrize(
-    ("text", "content"),
-    [
-        (r"\boxed{1}", "1"),
-        (r"\boxed{\frac{1}{2}} }", r"\frac{1}{2}"),
-        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
-        (r"\boxed{\left\{ x = 1 \right.} }", r"\left\{ x = 1 \right."),
-        (r"\boxed{x \in [0, 1\}} }", r"x \in [0, 1\}"),
-        (r"{ \boxed {1}", "1"),
-        (r"\boxed{1} \boxed{2", "1"),
-        (r"\boxed 1", None),
-        ("", None),
-    ],
-)
-def test_last_boxed(text, content):
-    assert last_boxed(text) == content
-
-
-@pytest.mark.parametrize(
-    ("text", "answer"),
-    [
-        (r"\boxed{1}", "1"),
-        (r"$x=\boxed{1}$ and $y = \boxed{2}$", "x=1 and y =2"),
-        (r"\boxed{1}, \boxed{2}, or \boxed{3}", "1 , 2 or 3"),
-        (r"\boxed{1}, \boxed{1}", "1"),
-        (r"\boxed{1}. \boxed{2}", "2"),
-        (r"\boxed{1} is wrong, but not \boxed{2}", "2"),
-        (r"\boxed{\boxed{5}}", r"\boxed{5}"),
-        ("", None),
-    ],
-)
-def test_boxes_with_only_a_separator_between_them_are_one_list(text, answer):
-    assert final_answer(text) == answer
 
 
 GARBAGE = ["\\boxed{" * 20_000, "{" * 100_000, "1 " * 50_000, "$" * 50_000, "answer is " * 10_000, "\\frac{" * 2_000]
