@@ -209,10 +209,10 @@ def _boxes(text: str) -> list[_Box]:
 
 
 def _tagged(text: str) -> str | None:
-    inner = ([*_TAG.finditer(text)] or [None])[-1]
-    if inner is None:
+    tags = _TAG.findall(text)
+    if not tags:
         return None
-    content = inner[1].strip()
+    content = tags[-1].strip()
     stated = _last_statement(content) or _first_expression(content, whole=True) or _last_expression(content[-_TAIL:])
     return stated or content
 
