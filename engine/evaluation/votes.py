@@ -81,7 +81,7 @@ async def _majority(group: Group, reward: str, verifier: ResponseScorer) -> Majo
             place.votes += 1
             place.spellings.add(spelled)
     known = sum(not score.excluded for score in group.scores)
-    return _outcome(answers, silent=known - sum(answer.votes for answer in answers))
+    return await asyncio.to_thread(_outcome, answers, silent=known - sum(answer.votes for answer in answers))
 
 
 async def _find(

@@ -100,7 +100,12 @@ def clean_name(text: str, pattern: str, filler: str) -> str:
     """The text with `filler` in place of each match of `pattern`. A changed text ends with six digits of its hash, so
     that two texts never share a name, and with it one history."""
     found = re.sub(pattern, filler, text)
-    return found if found == text else f"{found}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
+    return found if found == text else f"{found}-{hash_of(text)}"
+
+
+def hash_of(text: str) -> str:
+    """Six digits of the text's hash."""
+    return hashlib.sha256(text.encode()).hexdigest()[:6]
 
 
 DIGEST = 32
@@ -181,7 +186,9 @@ AGAIN_S = 1.0
 METRICS_AT_ONCE = 1000
 PARAMETERS_AT_ONCE = 100
 PARAMETER_LIMIT = 6000
-"""MLflow's limits: metrics and parameters in a request, and characters in the value of a parameter."""
+METRIC_LIMIT = 250
+"""MLflow's limits: metrics and parameters in a request, and characters in the value of a parameter and in the name of a
+metric."""
 SAMPLES = 20
 """Approximate number of steps whose response samples go to MLflow; the run folder has those of every step."""
 FILES = (
@@ -415,7 +422,8 @@ class Mirror:
 
     def _times(self, name: str) -> set[int]:
         if name not in self._there:
-            self._there[name] = {point.timestamp for point in self._client.get_metric_history(self._id, name)}
+            history = self._client.get_metric_history(self._id, fit_name(name))
+            self._there[name] = {point.timestamp for point in history}
         return self._there[name]
 
     def _fate(self, whole: bool) -> dict[str, str]:
@@ -442,6 +450,12 @@ class Mirror:
         descriptions.describe_run(self._client, self._id, text)
 
 
+def fit_name(name: str) -> str:
+    """The name of a figure, cut to MLflow's limit with six digits of its hash at the end: MLflow refuses all figures of
+    a request if one name is too long."""
+    return name if len(name) <= METRIC_LIMIT else name[: METRIC_LIMIT - 7] + "-" + hash_of(name)
+
+
 def _time(row: Mapping[str, Any]) -> int:
     """The timestamp of a line's figures, in ms."""
     return round(row["ended_s"] * 1000)
@@ -450,7 +464,7 @@ def _time(row: Mapping[str, Any]) -> int:
 def _metrics(row: Mapping[str, Any], figures: Mapping[str, float], last: str) -> list[Metric]:
     """The figures of a line. The last one is there only if all are, since a batch may end between them."""
     names = sorted(figures, key=lambda name: name == last)
-    return [Metric(name, figures[name], _time(row), row["step"]) for name in names]
+    return [Metric(fit_name(name), figures[name], _time(row), row["step"]) for name in names]
 
 
 class MirrorThread:
