@@ -9,7 +9,7 @@ from engine.config import Config
 from engine.config.table import keys_in
 from engine.errors import RewardError, StaleRolloutError
 from engine.evaluation.benchmarks import EncodedBenchmark
-from engine.evaluation.results import Subject, record_evaluation
+from engine.evaluation.results import Subject, check_versions, record_evaluation
 from engine.evaluation.tables import (
     NOT_IN_PROTOCOL,
     evaluation_protocol,
@@ -225,3 +225,12 @@ def test_what_has_no_score_is_counted_and_in_no_figure(recorded):
 def test_no_evaluation_has_responses_of_other_weights(recorded):
     with pytest.raises(StaleRolloutError, match="evaluation of weight version 3, .*: sampled from version 0"):
         recorded(3, sampled=3)
+
+
+@pytest.mark.parametrize("versions", [((0, 4),), ((0, 3), (5, 4)), ((0, 2), (1, 3))])
+def test_every_token_of_an_evaluation_is_of_its_version(versions):
+    whole = numbered_group(0)
+    of_3, other = (replace(whole.responses[0], versions=spans) for spans in (((0, 3),), versions))
+    check_versions([replace(whole, responses=(of_3, of_3))], 3)
+    with pytest.raises(StaleRolloutError, match="weight version 3, prompt .*, response 1 of .*: sampled from version"):
+        check_versions([replace(whole, responses=(of_3, other))], 3)

@@ -5,13 +5,12 @@ import asyncio
 import contextlib
 import json
 import re
-from dataclasses import replace
 
 import pytest
 
 from engine.config import Config
 from engine.data.tokenizer import Tokenizer
-from engine.errors import StaleRolloutError, TakenOver
+from engine.errors import TakenOver
 from engine.orchestrator import in_run_evaluation
 from engine.orchestrator.in_run_evaluation import InRunEvaluation
 from engine.orchestrator.pool.health import HealthMonitor
@@ -19,7 +18,6 @@ from engine.orchestrator.pool.pool import Pool
 from engine.orchestrator.rollout_service import RolloutService
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
-from support.groups import numbered_group
 from support.run_folders import newer_attempt
 from support.scripted import Scripted, until
 
@@ -175,15 +173,6 @@ async def test_one_that_is_not_whole_is_dropped_with_its_reason(world, tmp_path,
     assert f"evaluate: version 0 dropped: {lost['reason']}" in capsys.readouterr().out
     assert lost["exposed_s"] >= (0.2 if act is late else 0.0)
     assert rows(folder) == []
-
-
-@pytest.mark.parametrize("versions", [((0, 4),), ((0, 3), (5, 4)), ((0, 2), (1, 3))])
-def test_every_token_of_an_evaluation_is_of_its_version(versions):
-    whole = numbered_group(0)
-    of_3, other = (replace(whole.responses[0], versions=spans) for spans in (((0, 3),), versions))
-    in_run_evaluation.check_version([replace(whole, responses=(of_3, of_3))], 3)
-    with pytest.raises(StaleRolloutError, match="weight version 3, prompt .*, response 1 of .*: sampled from version"):
-        in_run_evaluation.check_version([replace(whole, responses=(of_3, other))], 3)
 
 
 async def test_an_evaluation_that_cannot_be_written_ends_without_ending_the_training(world, capsys):

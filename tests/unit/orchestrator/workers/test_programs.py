@@ -30,7 +30,7 @@ from support.runs import ROOT, wait_for
 from support.scripted import Scores, tokens_of
 
 FILE = f"{ROOT}/tests/support/programs.py"
-STOPS = [50]
+STOPS = [49_999]
 """Tokens of rollout.stop. No instance samples them."""
 
 
