@@ -187,8 +187,9 @@ class Chat:
 
     def _check_variables(self, said: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> None:
         """Raise BadInput if variables change what the template writes up to the last turn, which the model has seen."""
-        stands = self._tokenizer.render(said, self._variables, begins_answer=False)
-        written = self._tokenizer.render(said, variables, begins_answer=False)
+        turn = said[-1]["content"]  # what follows it is new
+        stands = self._tokenizer.render(said, self._variables).rpartition(turn)[0]
+        written = self._tokenizer.render(said, variables).rpartition(turn)[0]
         if stands != written:
             keys = sorted(variables.keys() | self._variables.keys())
             raise BadInput(
