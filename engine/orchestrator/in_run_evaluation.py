@@ -37,7 +37,6 @@ from engine.orchestrator.workers.verifier_pool import VerifierPool
 from engine.run.files import append_line, read_lines, write_atomically
 from engine.run.folder import RunFolder
 from engine.run.logs import log_line
-from engine.run.run_inputs import kept_code
 from engine.run.trace import KEPT_STEPS, Trace
 from engine.types import Group, JsonObject
 
@@ -100,8 +99,7 @@ class InRunEvaluation:
         self._folder = folder
         self._service = service
         self._notify = notify
-        log = folder.logs / "verifier-evaluation.log"
-        self._verifier = VerifierPool(config.reward, log, code=kept_code(folder.path, "reward"))
+        self._verifier = VerifierPool(config.reward, folder.logs / "verifier-evaluation.log")
         self._trace = _EvaluationTrace(folder.trace, "evaluation")
         self._prepared: asyncio.Task[list[EncodedBenchmark]] | None = None
         self._newest: _Evaluation | None = None

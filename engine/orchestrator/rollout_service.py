@@ -66,12 +66,13 @@ async def rollout_service(
         needed=needed,
     )
     code = kept_code(folder, "reward") if synced else keep_code(folder, config, "reward")
-    verifier = VerifierPool(config.reward, folder / "logs" / "verifier.log", code=code)
-    programs = ProgramPool(config, folder / "logs" / "program.log", code) if config.rollout.program else None
+    verifier = VerifierPool(config.reward, folder / "logs" / "verifier.log")
+    programs = ProgramPool(config, folder / "logs" / "program.log") if config.rollout.program else None
     try:
         async with HealthMonitor(pool):
             pool.spawn(config.rollout.instances if synced or joined else max(1, config.rollout.instances))
             tokenizer = await asyncio.to_thread(Tokenizer, model, config.rollout.stop, config.data.prompt_template)
+            tokenizer.for_verifiers.code = str(code or "")
             await verifier.start(tokenizer.for_verifiers)
             if programs is not None:
                 await programs.start(tokenizer.for_verifiers)

@@ -139,12 +139,10 @@ def training_node_command(folder: Path, wait_s: float) -> list[str]:
     return python_command("engine.trainer.ranks.nodes", str(folder), "--wait", str(wait_s))
 
 
-def verifier_command(connection: int, memory: int, processes: int, functions: str, code: Path | None) -> list[str]:
+def verifier_command(connection: int, memory: int, processes: int, functions: str) -> list[str]:
     """Command line of a verifier process: its end of the socket pair (a file descriptor), its limits of memory (bytes)
-    and of processes that it may start (0: none), the reward's functions (`verifier_messages.pack_functions`), and the
-    copies from which it loads their code (None: from the files themselves)."""
-    limits = map(str, (connection, memory, processes))
-    return python_command("engine.verifier.worker", *limits, functions, str(code or ""))
+    and of processes that it may start (0: none), and the reward's functions (`verifier_messages.pack_functions`)."""
+    return python_command("engine.verifier.worker", *map(str, (connection, memory, processes)), functions)
 
 
 def store_command(queue: Queue, name: str, folder: Path) -> list[str]:

@@ -2,7 +2,7 @@
 socket.
 
 `engine.orchestrator.workers.verifier_pool` starts it with the command
-`python -m engine.verifier.worker SOCKET MEMORY PROCESSES FUNCTIONS CODE`.
+`python -m engine.verifier.worker SOCKET MEMORY PROCESSES FUNCTIONS`.
 """
 
 from __future__ import annotations
@@ -59,10 +59,9 @@ NO_LISTS = (str, bytes, bytearray, Mapping, Set)
 """Iterable types that are not a list of scores: texts, and types without order or without scores."""
 
 
-def main(socket_fd: int, memory: int, processes: int, functions: Sequence[WeightedFunction], code: str) -> None:
+def main(socket_fd: int, memory: int, processes: int, functions: Sequence[WeightedFunction]) -> None:
     """Answer the orchestrator at the other end of `socket_fd` until it closes the socket. `memory`: limit in bytes for
-    a user's reward. `processes`: limit on the processes that a reward starts. 0 means no limit. `code`: folder of
-    copies (`load_copies`), or empty."""
+    a user's reward. `processes`: limit on the processes that a reward starts. 0 means no limit."""
     start_guardian(socket_fd, processes)
     watch_lifeline()
     _print_to_stderr()
@@ -78,7 +77,7 @@ def main(socket_fd: int, memory: int, processes: int, functions: Sequence[Weight
             built_in = all(one.function in BUILT_IN for one in functions)
             if not built_in:
                 limit_memory(False, memory, took)
-            load_copies(Path(code) if code else None)
+            load_copies(Path(message.code) if message.code else None)
             program = load_program(functions[0].function) if functions[0].program else None
             rewards = load_rewards(functions) if program is None else []
             if built_in:
@@ -401,5 +400,4 @@ if __name__ == "__main__":
         memory=int(sys.argv[2]),
         processes=int(sys.argv[3]),
         functions=verifier_messages.open_functions(sys.argv[4]),
-        code=sys.argv[5],
     )

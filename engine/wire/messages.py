@@ -16,7 +16,7 @@ from engine.errors import BadInput, MetronomeError
 from engine.types import BatchScores, StepFigures
 from engine.wire.columns import Column, PackedResponse, Row
 
-PROTOCOL = 10
+PROTOCOL = 11
 """Version of these messages and of verifier_messages. It rises with every change of a message; both ends must have the
 same."""
 PROTOCOL_HEADER = "Metronome-Protocol"

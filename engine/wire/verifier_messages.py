@@ -56,7 +56,8 @@ class VerifierMessage(msgspec.Struct, tag=True, array_like=True):
 
 
 class LoadTokenizer(VerifierMessage):
-    """The tokenizer that decodes responses. Without `json`, every response is sent with its text."""
+    """What a process loads first: the tokenizer that decodes responses. Without `json`, every response is sent with its
+    text."""
 
     json: bytes = b""
     """The model's tokenizer.json."""
@@ -66,6 +67,8 @@ class LoadTokenizer(VerifierMessage):
     """The model's folder, for the chat template."""
     variables: bytes = b"{}"
     """data.chat_template_kwargs, as JSON."""
+    code: str = ""
+    """Folder of copies of the user's code, from which it is loaded; empty: from the files themselves."""
 
 
 class RewardLoaded(VerifierMessage):

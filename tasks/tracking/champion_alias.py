@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import mlflow
@@ -16,16 +17,14 @@ from engine.errors import BadInput
 from engine.evaluation import tables
 from engine.evaluation.champion import ChampionVerdict, Results, judge_challenge, judge_first
 from engine.run.folder import RunFolder
-from engine.run.lock import hold_lock
 from engine.run.run_file import read_run
 from engine.run.run_inputs import find_inputs
-from tasks.terminal.console import print_error
 from tasks.tracking import descriptions
 from tasks.tracking.artifact_cells import markdown_text
 from tasks.tracking.code_version import code_version
 from tasks.tracking.mirror import TAG_LIMIT
 from tasks.tracking.registered_policies import CHAMPION
-from tasks.tracking.store import AWAY_S, first_line
+from tasks.tracking.store import first_line
 from tasks.tracking.tracked_run import quote_name
 
 RESULTS = "policy_evaluation-{}.json"
@@ -34,7 +33,7 @@ It is stored next to `policy/`."""
 REASON = "metronome.champion"
 """Tag of a version that says why it did or did not become champion."""
 DISPLACED = "metronome.displaced"
-"""Tag of a version that became champion: the version from which it took the alias, or None."""
+"""Tag of a version that took the alias: the version that had it before, or None."""
 
 
 def update_champion(name: str, version: str, folder: RunFolder, config: Config) -> ChampionVerdict:
@@ -49,43 +48,38 @@ def update_champion(name: str, version: str, folder: RunFolder, config: Config) 
         client.set_model_version_tag(name, version, f"metronome.{key}", value[:TAG_LIMIT])
     if own is not None:
         client.log_dict(made.run_id, own.as_dict(), RESULTS.format(version))
-    lock = Path(config.run.output) / f".{name}.champion.lock"
-    with hold_lock(lock, f"the champion of {name}", AWAY_S, print_error):
-        return _challenge(client=client, made=made, own=own, folder=folder, config=config)
+    return _challenge(client=client, made=made, own=own, folder=folder, config=config)
 
 
 def _challenge(
     client: mlflow.MlflowClient, made: ModelVersion, own: Results | None, folder: RunFolder, config: Config
 ) -> ChampionVerdict:
-    """Compare a version with the champion, until that is still the champion afterwards: a run with another `run.output`
-    does not share the lock. Record the verdict. Once the version has the alias, compare it with those that have taken
-    it from the same champion meanwhile: a newer version keeps it only if it is better."""
+    """Compare a version with the champion, and record the verdict. A version that took the alias is then compared with
+    those that took it meanwhile, from the oldest on: a newer one has it only if it is better. So all of them come to
+    the same champion."""
     name = made.name
     version = str(made.version)
-    base = base_results(folder, config, own)
-    while True:
-        holder = _holder(client, name)
-        champion = None if holder is None else client.get_model_version(name, holder)
-        if champion is not None and holder == version:
-            return ChampionVerdict(True, champion.tags.get(REASON, "it already has the alias"))
-        verdict = _verdict(champion, own, base)
-        if _holder(client, name) == holder:
-            break
+    holder = _holder(client, name)
+    champion = None if holder is None else client.get_model_version(name, holder)
+    if champion is not None and holder == version:
+        return ChampionVerdict(True, champion.tags.get(REASON, "it already has the alias"))
+    verdict = _verdict(champion, own, base_results(folder, config, own))
     if verdict.wins:
         client.set_model_version_tag(name, version, DISPLACED, str(holder))
     _record(client, made, verdict, folder, config)
-    if verdict.wins:
-        client.set_registered_model_alias(name, CHAMPION, version)
-        for rival in _rivals(client, made, str(holder)):
-            older = int(rival.version) < int(version)
-            theirs = _stored_results(rival)
-            found = judge_challenge(own, theirs, f"version {rival.version}") if older else judge_challenge(theirs, own)
-            if found.wins != older:
-                reason = found.reason if older else f"version {rival.version} is {found.reason}"
-                verdict = ChampionVerdict(False, f"{reason}; both were champion for a moment", found.comparison)
-                client.set_registered_model_alias(name, CHAMPION, str(rival.version))
-                _record(client, made, verdict, folder, config)
-                break
+    if not verdict.wins:
+        return verdict
+    client.set_registered_model_alias(name, CHAMPION, version)
+    rivals = {int(one.version): _stored_results(one) for one in _rivals(client, made)}
+    (best, theirs), *newer = sorted({**rivals, int(version): own}.items())
+    for number, results in newer:
+        if judge_challenge(results, theirs).wins:
+            best, theirs = number, results
+    if best != int(version):
+        verdict = replace(judge_challenge(own, theirs, f"version {best}"), wins=False)
+        _record(client, made, verdict, folder, config)
+    if rivals:
+        client.set_registered_model_alias(name, CHAMPION, str(best))
     return verdict
 
 
@@ -98,14 +92,14 @@ def _record(
     client.update_model_version(made.name, str(made.version), description)
 
 
-def _rivals(client: mlflow.MlflowClient, made: ModelVersion, displaced: str) -> list[ModelVersion]:
-    """The versions that have taken the alias from the same champion since this one was registered."""
+def _rivals(client: mlflow.MlflowClient, made: ModelVersion) -> list[ModelVersion]:
+    """The versions that have taken the alias since this one was registered."""
     found = client.search_model_versions(f"name = {quote_name(made.name)}")
     return [
         one
         for one in found
         if str(one.version) != str(made.version)
-        and one.tags.get(DISPLACED) == displaced
+        and DISPLACED in one.tags
         and one.last_updated_timestamp >= made.creation_timestamp
     ]
 

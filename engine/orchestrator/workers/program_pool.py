@@ -114,12 +114,12 @@ class ProgramPool:
     Every episode that begins ends with a response, with an error that is raised, or by `Episode.close`.
     """
 
-    def __init__(self, config: Config, log: Path | None = None, code: Path | None = None) -> None:
-        """`log`: file for what the program prints. `code`: as for `VerifierPool`."""
+    def __init__(self, config: Config, log: Path | None = None) -> None:
+        """`log`: file for what the program prints."""
         self.config = config
         function = WeightedFunction(config.rollout.program, program=True)
         self._workers = [
-            _ProgramWorker(VerifierProcess(f"program {index}", [function], config.reward, log, code))
+            _ProgramWorker(VerifierProcess(f"program {index}", [function], config.reward, log))
             for index in range(config.reward.workers)
         ]
         self._attempts = 0

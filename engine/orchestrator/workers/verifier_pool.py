@@ -102,10 +102,9 @@ class VerifierPool:
     Use it as `async with VerifierPool(...) as pool`, or call `start` and `close`.
     """
 
-    def __init__(self, reward: Reward, log: Path | None = None, program: str = "", code: Path | None = None) -> None:
+    def __init__(self, reward: Reward, log: Path | None = None, program: str = "") -> None:
         """`log`: file for what the reward prints; None: this process's stderr. `program`: a rollout program, whose
-        loading is tried in place of the reward's. `code`: copies from which all processes load the user's code; None:
-        from the files themselves."""
+        loading is tried in place of the reward's."""
         self._reward = reward
         self._functions = (
             [WeightedFunction(program, program=True)]
@@ -114,7 +113,7 @@ class VerifierPool:
         )
         self._built_in = all(one.function in BUILT_IN for one in self._functions)
         self._workers = [
-            VerifierProcess(f"verifier {index}", self._functions, reward, log, code) for index in range(reward.workers)
+            VerifierProcess(f"verifier {index}", self._functions, reward, log) for index in range(reward.workers)
         ]
         self._idle: asyncio.Queue[VerifierProcess] = asyncio.Queue()
 
@@ -201,10 +200,8 @@ class VerifierPool:
 class VerifierProcess:
     """One verifier process and the connection to it. A call that times out or breaks replaces the process."""
 
-    def __init__(
-        self, name: str, functions: Sequence[WeightedFunction], reward: Reward, log: Path | None, code: Path | None
-    ) -> None:
-        """`reward`: says what the process may see and use. `log`, `code`: as for `VerifierPool`."""
+    def __init__(self, name: str, functions: Sequence[WeightedFunction], reward: Reward, log: Path | None) -> None:
+        """`reward`: says what the process may see and use. `log`: as for `VerifierPool`."""
         self.per_response = False
         self._environment = verifier_environment(reward.environment)
         self._memory = int(reward.memory_gb * 2**30)
@@ -212,7 +209,6 @@ class VerifierProcess:
         self._name = name
         self._functions = functions
         self._log = log
-        self._code = code
         self._closed = False
         self._calls = 0
         """Number of calls so far."""
@@ -306,7 +302,6 @@ class VerifierProcess:
                     memory=self._memory,
                     processes=MOST_PROCESSES,
                     functions=verifier_messages.pack_functions(self._functions),
-                    code=self._code,
                 ),
                 log=self._log,
                 pass_fds=(theirs.fileno(),),

@@ -8,11 +8,12 @@ import pytest
 from engine.config import Config
 from engine.errors import BadInput
 from engine.orchestrator.workers.program_pool import ProgramPool
-from engine.orchestrator.workers.verifier_pool import NO_TOKENIZER, VerifierPool
+from engine.orchestrator.workers.verifier_pool import VerifierPool
 from engine.run import user_code
 from engine.run.run_file import read_run
 from engine.run.run_inputs import keep_code, kept_code, record_inputs
 from engine.run.user_code import find_code
+from engine.wire.verifier_messages import LoadTokenizer
 from support.runs import config_of
 from support.verifier_calls import PROMPT, response
 
@@ -63,12 +64,16 @@ async def test_a_reward_that_is_edited_in_the_middle_of_a_run_scores_by_the_copy
     """A call that times out ends its process, and the next one loads the reward again. Files that are no code are read
     where they lie."""
     record_inputs(config)
-    async with VerifierPool(config.reward, code=kept_code(config.folder, "reward")) as pool:
+    pool = VerifierPool(config.reward)
+    try:
+        await pool.start(LoadTokenizer(code=str(kept_code(config.folder, "reward"))))
         assert await score(pool) == 11111
         for name, text in FILES.items():
             (code / name).write_text(text.replace("1", "5"))
         assert await score(pool, "slow") == 0  # its process is replaced
         assert await score(pool) == 51111
+    finally:
+        pool.close()
 
 
 @pytest.mark.parametrize("name", [name for name in FILES if name.endswith(".py")])
@@ -90,9 +95,9 @@ async def test_a_program_of_a_later_process_is_that_of_the_start(code, tmp_path)
     config = Config(rollout={"program": f"{code}/play.py:play"}, reward={"workers": 1})
     copies = keep_code(tmp_path / "run", config, "reward")
     (code / "play.py").write_text("syntax error")
-    pool = ProgramPool(config, code=copies)
+    pool = ProgramPool(config)
     try:
-        await pool.start(NO_TOKENIZER)
+        await pool.start(LoadTokenizer(code=str(copies)))
     finally:
         pool.close()
 
