@@ -33,8 +33,8 @@ class Run(Table):
     replacement of a node."""
     accept: tuple[Accepted, ...] = ()
     """Changes that a resume, an evaluation or a registration of this command accepts, since the run was trained with
-    something else: "weights" and "tokenizer" of `model.path`, "prompts", the code of the "reward" or of the
-    "algorithms". A later `--resume` does not keep it."""
+    something else: "weights" and "tokenizer" of `model.path`; in a resume also "prompts", and the code of the "reward"
+    or of the "algorithms". A later `--resume` does not keep it."""
     dry: bool = False
     """Check layout, memory per device and batch arithmetic, print them and stop. This needs no device, no weights and
     no data."""

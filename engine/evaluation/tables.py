@@ -17,7 +17,7 @@ from engine.evaluation.intervals import Accuracy, is_right
 from engine.evaluation.votes import Majority
 from engine.run.files import read_lines, write_atomically
 from engine.run.folder import RunFolder
-from engine.run.run_inputs import find_inputs
+from engine.run.run_inputs import code_of
 from engine.types import Group, JsonObject, Prompt
 
 Protocol = dict[str, Any]
@@ -119,7 +119,7 @@ def evaluation_protocol(config: Config, benchmark: str, prompts: Iterable[Prompt
     return {
         "benchmark": benchmark,
         "problems_hash": hashlib.sha256(problems.encode()).hexdigest()[:16],
-        "reward_hash": find_inputs(config, Path(), ("reward",))["reward"]["hash"],
+        "reward_hash": code_of(config.folder, config, "reward")["hash"],
         **{key: _anywhere(value_of(values, key)) for key in keys_in(Config) if _is_in_protocol(key)},
     }
 

@@ -17,7 +17,7 @@ from engine.orchestrator.producer import Producer
 from engine.orchestrator.run_events import RunEvents
 from engine.orchestrator.workers.program_pool import ProgramPool
 from engine.orchestrator.workers.verifier_pool import VerifierPool
-from engine.run.run_inputs import keep_code, kept_code
+from engine.run.run_inputs import kept_code
 from engine.run.trace import Trace
 
 
@@ -65,7 +65,7 @@ async def rollout_service(
         how_to_join=how_to_join,
         needed=needed,
     )
-    code = kept_code(folder, "reward") if synced else keep_code(folder, config, "reward")
+    code = kept_code(folder, config, "reward")
     verifier = VerifierPool(config.reward, folder / "logs" / "verifier.log")
     programs = ProgramPool(config, folder / "logs" / "program.log") if config.rollout.program else None
     try:

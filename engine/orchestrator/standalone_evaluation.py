@@ -37,7 +37,7 @@ from engine.run.disk import raise_limit
 from engine.run.folder import RunFolder
 from engine.run.limits import check_open_files
 from engine.run.progress import Progress
-from engine.run.run_inputs import check_evaluated
+from engine.run.run_inputs import check_evaluated, code_of, find_inputs
 from engine.run.trace import Trace
 from engine.types import JsonObject, Score
 
@@ -104,6 +104,13 @@ def evaluate_model(
     """
     check_open_files(config)
     check_evaluated(folder.path, config, model)
+    progress = progress or EvaluationProgress()
+    if code_of(folder.path, config, "reward") != find_inputs(config, model, ["reward"])["reward"]:
+        text = (
+            "the files of the reward or the program differ from those of the run's start, whose copies are used; with "
+            "another run.name the present ones are"
+        )
+        progress.notices.happened("evaluate", "code", text)
     raise_limit()
     benchmarks = read_benchmarks(config)
     return asyncio.run(
@@ -114,7 +121,7 @@ def evaluate_model(
             folder=folder,
             benchmarks=benchmarks,
             meeting=meeting,
-            progress=progress or EvaluationProgress(),
+            progress=progress,
         )
     )
 

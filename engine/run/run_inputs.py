@@ -68,52 +68,55 @@ def record_inputs(config: Config) -> None:
     now = find_inputs(config, Path(config.model.path))
     if all_complete(folder / "checkpoints"):
         check_inputs_kept(config, now, read_run(folder).inputs)
-    for part in now:
-        keep_code(folder, config, part)
     update_run(folder, inputs=dict(now))
+    for part in now.keys() - {"weights", "tokenizer"}:
+        kept_code(folder, config, part)
 
 
-def keep_code(folder: Path, config: Config, part: str) -> Path | None:
-    """Copy the present code of a part to a run folder. Return the folder of the copies, None if there is no code."""
+def code_of(folder: Path, config: Config, part: str) -> InputPart:
+    """The code of a part with which all processes in a run folder work: that of the run's start, or the present one if
+    no run has begun there that names the same functions."""
+    now = find_inputs(config, Path(), [part])[part]
+    before = read_run(folder).inputs.get(part, now)
+    return before if before["named"] == now["named"] else now
+
+
+def kept_code(folder: Path, config: Config, part: str) -> Path | None:
+    """The folder of copies of `code_of`, from which a process loads it; None if there is no code. Copies the present
+    files to it if they are that code."""
+    one = code_of(folder, config, part)
+    copies = _copies(folder, part, one)
     files = _code(_specs(config, part))
-    copies = _copies(folder, part, _hash(files))
-    for file in files:
+    missing = [file for file in files if not copy_of(copies, file).exists()]
+    for file in missing if one["hash"] == _hash(files) else ():
         copy = copy_of(copies, file)
-        if not copy.exists():
-            copy.parent.mkdir(parents=True, exist_ok=True)
-            put_in_place(Path(shutil.copy(file, copy.with_suffix(".partial"))), copy)
-    return copies if files else None
+        copy.parent.mkdir(parents=True, exist_ok=True)
+        put_in_place(Path(shutil.copy(file, copy.with_suffix(".partial"))), copy)
+    return copies if one["hash"] else None
 
 
-def kept_code(folder: Path, part: str) -> Path | None:
-    """The copies of a part's code at the start of the run in this folder, from which all its processes load it; None if
-    it has no code of its own there."""
-    one = read_run(folder).inputs.get(part)
-    return _copies(folder, part, one["hash"]) if one is not None and one["named"] and one["hash"] else None
-
-
-def _copies(folder: Path, part: str, code: str) -> Path:
-    """The folder of the copies, named by the code's hash."""
-    return folder.resolve() / CODE / f"{part}-{code[:12]}"
+def _copies(folder: Path, part: str, one: InputPart) -> Path:
+    return folder.resolve() / CODE / f"{part}-{one['hash'][:12]}"
 
 
 def check_evaluated(folder: Path, config: Config, model: Path) -> None:
-    """Raise BadInput, as `check_inputs_kept` does, if an evaluation in a run folder would score with another reward
-    than the run, or would take a changed base model for the run's, or a policy with a changed tokenizer for its
-    policy or for that of one of its checkpoints."""
+    """Raise BadInput, as `check_inputs_kept` does, if an evaluation in a run folder would take a changed base model for
+    the run's, or a policy with a changed tokenizer for its policy or for that of one of its checkpoints. It scores with
+    the run's reward (`code_of`)."""
     before = read_run(folder).inputs
     path = str(model.resolve())
     of_base = {"weights", "tokenizer"} if before and before["weights"]["path"] == path else set()
     policies = (folder / "policy", folder / EXPORTED / model.name)
     of_policy = {"tokenizer"} if model.resolve() in [place.resolve() for place in policies] else set()
-    parts = [part for part in before if part in {"reward"} | of_base | of_policy]
+    parts = [part for part in before if part in of_base | of_policy]
     check_inputs_kept(config, find_inputs(config, model, parts), before)
 
 
 def check_registered(folder: Path, config: Config) -> None:
-    """Raise BadInput, as `check_inputs_kept` does, if a run's inputs are not those that it was trained with."""
+    """Raise BadInput, as `check_inputs_kept` does, if a run's model is not the one that it was trained from."""
     before = read_run(folder).inputs
-    check_inputs_kept(config, find_inputs(config, Path(config.model.path), before), before)
+    parts = [part for part in before if not before[part]["named"]]
+    check_inputs_kept(config, find_inputs(config, Path(config.model.path), parts), before)
 
 
 def check_inputs_kept(config: Config, now: Inputs, before: Inputs) -> None:
@@ -133,7 +136,7 @@ def describe_change(config: Config, now: Inputs, before: Inputs) -> str:
     refused = [part for part in changed if part not in config.run.accept]
     if not refused:
         return ""
-    copies = [_copies(config.folder, part, before[part]["hash"]) for part in refused if before[part]["named"]]
+    copies = [_copies(config.folder, part, before[part]) for part in refused if before[part]["named"]]
     there = [str(copy) for copy in copies if copy.exists()]
     return (
         f"{' and '.join(PARTS[part] for part in refused)} changed since the run was trained with it; put it back"

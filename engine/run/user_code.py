@@ -14,10 +14,9 @@ import sys
 import sysconfig
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from importlib.abc import MetaPathFinder, SourceLoader
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import PathFinder, SourceFileLoader
 from pathlib import Path
-from types import ModuleType, TracebackType
+from types import CodeType, ModuleType, TracebackType
 from typing import Any
 
 from engine.errors import LONGEST_TEXT, BadInput, clean_line, cut_text
@@ -122,43 +121,24 @@ def copy_of(copies: Path, file: Path) -> Path:
     return copies / file.relative_to(file.anchor)
 
 
+_COPIES: list[Path] = []
+"""The folder of copies from which this process loads a user's code, if there is one."""
+
+
 def load_copies(copies: Path | None) -> None:
     """From now on, this process loads each file of a user's code that has a copy in this folder from its copy. The
     code does not notice: `__file__`, and the files beside it, are the original's. None changes nothing."""
-    if copies is not None:
-        sys.meta_path.insert(0, _CopyFinder(copies))
+    if copies is None:
+        return
+    kept = SourceFileLoader.get_code
 
+    def get_code(loader: SourceFileLoader, name: str) -> CodeType | None:
+        copy = copy_of(copies, Path(loader.path).resolve())
+        # Python keeps no bytecode of a copy, but may have some of the edited file
+        return loader.source_to_code(copy.read_bytes(), loader.path) if copy.is_file() else kept(loader, name)
 
-class _CopyFinder(MetaPathFinder):
-    """Finds modules as Python does, and has them loaded from their copies."""
-
-    def __init__(self, copies: Path) -> None:
-        self.copies = copies
-
-    def find_spec(self, name: str, path: Sequence[str] | None, target: ModuleType | None = None) -> ModuleSpec | None:
-        others = (finder.find_spec(name, path, target) for finder in sys.meta_path if finder is not self)
-        found = next((found for found in others if found is not None), None)
-        return found if found is None else self.use_copy(found)
-
-    def use_copy(self, found: ModuleSpec) -> ModuleSpec:
-        """Have a module loaded from its copy, if it has one."""
-        if found.has_location and (copy := copy_of(self.copies, Path(str(found.origin)).resolve())).is_file():
-            found.loader = _CopyLoader(str(found.origin), copy)
-        return found
-
-
-class _CopyLoader(SourceLoader):
-    """Loads a module from the copy of its file, without bytecode on disk, which may be that of the edited file."""
-
-    def __init__(self, file: str, copy: Path) -> None:
-        self._file = file
-        self._copy = copy
-
-    def get_filename(self, fullname: str) -> str:
-        return self._file
-
-    def get_data(self, path: str | bytes) -> bytes:
-        return self._copy.read_bytes()
+    _COPIES.append(copies)
+    SourceFileLoader.get_code = get_code  # type: ignore[method-assign, assignment]
 
 
 def describe_error(error: BaseException, file: str = "") -> str:
@@ -178,14 +158,13 @@ def _load_file(where: str, place: str) -> ModuleType:
 
     path = find_file(place)
     file = path.resolve()
-    kept = next((finder for finder in sys.meta_path if isinstance(finder, _CopyFinder)), None)
-    if not (file if kept is None else copy_of(kept.copies, file)).is_file():
-        raise BadInput(f"{where}: no such file: {path}{'' if kept is None else f', as a copy in {kept.copies}'}")
+    if not path.is_file():
+        raise BadInput(f"{where}: no such file: {path}")
+    if _COPIES and not copy_of(_COPIES[-1], file).is_file():
+        raise BadInput(f"{where}: {file} is not the code of the run's start, of which {_COPIES[-1]} has copies")
     found = importlib.util.spec_from_file_location(f"metronome_user_{file.stem}", file)
     if found is None or found.loader is None:
         raise BadInput(f"{where}: {file} is not a Python file")
-    if kept is not None:
-        kept.use_copy(found)
     module = importlib.util.module_from_spec(found)
     sys.modules[found.name] = module  # dataclasses and typing look up a class's module there
     sys.path.append(str(file.parent))  # so that it can import files in its own folder

@@ -167,7 +167,7 @@ def _main() -> int:
     watch_lifeline()
     arguments = _arguments()
     config = load_config(arguments.folder / "config.toml")
-    load_copies(kept_code(arguments.folder, "algorithms"))
+    load_copies(kept_code(arguments.folder, config, "algorithms"))
     bind_cores(own_share(config.train.devices, config.parallel.ranks_per_node))
     torch.set_num_threads(arguments.threads)
     plane = connect_rank(config, arguments.plane, f"trainer-{os.environ['RANK']}")

@@ -2,6 +2,7 @@
 
 import shutil
 import sys
+from contextlib import nullcontext
 from importlib.util import spec_from_file_location
 from pathlib import Path
 from types import SimpleNamespace
@@ -78,8 +79,8 @@ def test_what_makes_the_numbers_may_not_change_unnoticed(world, tmp_path, part, 
     change(tmp_path, part)
     with pytest.raises(BadInput, match=rf"{said}.*run\.accept=\[.{part}.\]"):
         record_inputs(config)
-    with pytest.raises(BadInput, match=said):
-        check_registered(folder, config)
+    with pytest.raises(BadInput, match=said) if part in ("weights", "tokenizer") else nullcontext():
+        check_registered(folder, config)  # the run's processes have loaded the copies of its code
     other = "reward" if part != "reward" else "tokenizer"
     with pytest.raises(BadInput, match=said):
         record_inputs(accepting(config, other))
@@ -124,9 +125,6 @@ def test_an_evaluation_compares_what_its_figures_depend_on(world, tmp_path):
     change(tmp_path, "weights")
     with pytest.raises(BadInput, match="the weights"):
         check_evaluated(folder, config, model)
-    change(tmp_path, "reward")
-    with pytest.raises(BadInput, match="the code of the reward"):
-        check_evaluated(folder, config, tmp_path)
     check_evaluated(tmp_path / "elsewhere", config, model)  # no run has recorded anything
 
 

@@ -1,20 +1,20 @@
 """A process that starts later scores, plays or trains with the code of the run's start."""
 
+import subprocess
 import sys
 from dataclasses import replace
 
 import pytest
 
 from engine.config import Config
-from engine.errors import BadInput
+from engine.evaluation.tables import evaluation_protocol
 from engine.orchestrator.workers.program_pool import ProgramPool
 from engine.orchestrator.workers.verifier_pool import VerifierPool
-from engine.run import user_code
 from engine.run.run_file import read_run
-from engine.run.run_inputs import keep_code, kept_code, record_inputs
+from engine.run.run_inputs import code_of, kept_code, record_inputs
 from engine.run.user_code import find_code
 from engine.wire.verifier_messages import LoadTokenizer
-from support.runs import config_of
+from support.runs import ROOT, config_of
 from support.verifier_calls import PROMPT, response
 
 FILES = {
@@ -66,7 +66,7 @@ async def test_a_reward_that_is_edited_in_the_middle_of_a_run_scores_by_the_copy
     record_inputs(config)
     pool = VerifierPool(config.reward)
     try:
-        await pool.start(LoadTokenizer(code=str(kept_code(config.folder, "reward"))))
+        await pool.start(LoadTokenizer(code=str(kept_code(config.folder, config, "reward"))))
         assert await score(pool) == 11111
         for name, text in FILES.items():
             (code / name).write_text(text.replace("1", "5"))
@@ -80,7 +80,7 @@ async def test_a_reward_that_is_edited_in_the_middle_of_a_run_scores_by_the_copy
 def test_each_file_that_the_reward_imports_belongs_to_its_identity(config, code, name):
     record_inputs(config)
     before = read_run(config.folder).inputs["reward"]
-    assert {file.name for file in kept_code(config.folder, "reward").rglob("*.py")} == {
+    assert {file.name for file in kept_code(config.folder, config, "reward").rglob("*.py")} == {
         name.rpartition("/")[2] for name in FILES if name.endswith(".py")
     }
     (code / name).write_text(FILES[name] + "\n# edited")
@@ -93,7 +93,7 @@ def test_each_file_that_the_reward_imports_belongs_to_its_identity(config, code,
 async def test_a_program_of_a_later_process_is_that_of_the_start(code, tmp_path):
     (code / "play.py").write_text("import helper\n\nasync def play(prompt, chat):\n    return helper.VALUE\n")
     config = Config(rollout={"program": f"{code}/play.py:play"}, reward={"workers": 1})
-    copies = keep_code(tmp_path / "run", config, "reward")
+    copies = kept_code(tmp_path / "run", config, "reward")
     (code / "play.py").write_text("syntax error")
     pool = ProgramPool(config)
     try:
@@ -102,20 +102,44 @@ async def test_a_program_of_a_later_process_is_that_of_the_start(code, tmp_path)
         pool.close()
 
 
-def test_a_rank_loads_the_loss_of_the_start(settings, tmp_path, code, monkeypatch):
-    monkeypatch.setattr(sys, "meta_path", list(sys.meta_path))
+LOADS = """
+import sys
+from pathlib import Path
+from engine.run.user_code import load_copies, load_function
+load_copies(Path(sys.argv[1]))
+own, file = load_function("algorithm.advantage", sys.argv[2], "", "")
+print(own(None, None), file)
+"""
+
+
+def test_a_rank_loads_the_code_of_the_start_and_no_other(settings, tmp_path, code):
     config = config_of(settings | {"algorithm.advantage": f"{code}/own.py:advantage"})
     (code / "own.py").write_text("from helper import VALUE\n\ndef advantage(rewards, lengths):\n    return VALUE\n")
-    copies = keep_code(tmp_path / "run", config, "algorithms")
-    (code / "own.py").write_text("def advantage(rewards, lengths):\n    return 5\n")
+    copies = kept_code(tmp_path / "run", config, "algorithms")
+    for name in ("own", "other"):
+        (code / f"{name}.py").write_text("def advantage(rewards, lengths):\n    return 5\n")
     (code / "helper.py").write_text("VALUE = 5")
-    user_code.load_copies(copies)
-    own, file = user_code.load_function("algorithm.advantage", config.algorithm.advantage, "", "")
-    assert own(None, None) == 1
-    assert file == str(code / "own.py")
-    (code / "other.py").write_text("def advantage(rewards, lengths):\n    return 5\n")
-    with pytest.raises(BadInput, match=r"no such file: .*other\.py, as a copy in "):
-        user_code.load_function("algorithm.advantage", f"{code}/other.py:advantage", "", "")
+
+    def loads(name):
+        command = [sys.executable, "-c", LOADS, str(copies), f"{code}/{name}.py:advantage"]
+        done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+        return done.stdout + done.stderr
+
+    assert loads("own") == f"1 {code}/own.py\n"
+    assert f"{code}/other.py is not the code of the run's start, of which {copies} has copies" in loads("other")
+
+
+def test_an_evaluation_scores_as_the_run_and_by_the_present_file_where_there_is_no_run(config, code, tmp_path):
+    record_inputs(config)
+    before = kept_code(config.folder, config, "reward")
+    (code / "mine.py").write_text("def reward(prompt, responses):\n    return [5.0] * len(responses)\n")
+    assert kept_code(config.folder, config, "reward") == before
+    protocol = evaluation_protocol(config, "some", [])
+    assert protocol["reward_hash"] == code_of(config.folder, config, "reward")["hash"]
+    assert protocol["reward_hash"].startswith(before.name.removeprefix("reward-"))
+    alone = kept_code(tmp_path / "alone", config, "reward")
+    assert alone.name != before.name
+    assert [file.name for file in alone.rglob("*.py")] == ["mine.py"]
 
 
 def test_installed_packages_are_no_code_of_ones_own(tmp_path):
@@ -130,5 +154,5 @@ def test_two_files_of_one_name_have_two_copies(settings, tmp_path):
         (tmp_path / name).mkdir()
         (tmp_path / name / "own.py").write_text(f"def {name}(prompt, responses): return [1.0]")
     functions = [{"function": f"{tmp_path}/{name}/own.py:{name}"} for name in "ab"]
-    copies = keep_code(tmp_path / "run", Config(reward={"functions": functions}), "reward")
+    copies = kept_code(tmp_path / "run", Config(reward={"functions": functions}), "reward")
     assert sorted(file.read_text()[4] for file in copies.rglob("own.py")) == ["a", "b"]
