@@ -67,6 +67,16 @@ async def test_the_drawn_majority_counts_silence_as_one_wrong_answer():
     assert (await voted(["#3", "", "#3"], "2", "exact")).bootstrap == 0.0
 
 
+async def test_a_response_without_a_score_is_neither_a_vote_nor_silence():
+    texts = ["#2", "#3", "#3", "#2", ""]
+    scores = (Score(1.0), Score(0.0), Score(0.0, excluded=True), Score(1.0), Score(0.0, excluded=True))
+    prompt = Prompt("id", "", "2", ())
+    group = Group(step=0, index=0, prompt=prompt, responses=tuple(map(response, texts)), scores=scores)
+    (found,) = await majority_votes([group], "exact", None)
+    assert found == Majority("2", 2, 1, 1.0)
+    assert found.bootstrap == majority_of([2, 1], 0)
+
+
 async def test_the_worth_of_a_tie_is_the_mean_over_draws_among_the_tied():
     draw = random.Random(0)
     for _ in range(20):
