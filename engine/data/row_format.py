@@ -32,7 +32,11 @@ UNFINISHED = "conversation ends without a text"
 verl have it, in `messages` the whole answer, as OpenAI's examples do."""
 SYSTEM = ("system", "developer")
 """Roles of a message that gives instructions rather than a turn of the conversation."""
-_GSM8K = re.compile(r"(?:.*\n)?#### *(?P<answer>[^\n#]*[^\s#])\s*", re.DOTALL)
+_GSM8K = re.compile(
+    r"(?:.*\n)?[^\S\n]*####[^\S\n]*(?P<answer>[^\n#]*[^\s#])\s*"
+    r"(?:\n *The answer is[^\n]*\s*)?",  # as MetaMathQA goes on
+    re.DOTALL,
+)
 
 
 @dataclass(frozen=True)

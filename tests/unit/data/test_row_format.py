@@ -143,6 +143,16 @@ def test_gsm8ks_answers_are_read_in_any_column_and_said(write, columns, stated, 
     assert report_data(prepared)["notes"][0] == f"{path}, 1 row: the answer is what follows ####, as in GSM8K"
 
 
+@pytest.mark.parametrize(
+    "text", ["#### 1,200", "far\r\n####1,200\r\n", "far\n  ####\t1,200", "#### 5\n#### 1,200\nThe answer is: 1200"]
+)
+def test_gsm8ks_form_as_others_write_it(write, text):
+    """The last as in MetaMathQA."""
+    assert (
+        training_problems(config(write({"query": "How far?", "problem": "p", "answer": text}))).rows[0].answer == "1200"
+    )
+
+
 def test_what_only_looks_like_gsm8ks_form_stays(write):
     rows = [
         {"question": str(n), "answer": text} for n, text in enumerate(["#hash", "5 #### 6", "#### 5\nor so", "#####5"])
