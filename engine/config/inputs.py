@@ -12,7 +12,7 @@ from engine.config.marks import CONTENT, FIXED, FIXED_FILES, FIXED_SETS, PLACE, 
 from engine.config.table import Table
 
 NAME = re.compile("([A-Za-z0-9_-][A-Za-z0-9._-]*)?")
-FUNCTION_NAME = re.compile("[A-Za-z0-9_][A-Za-z0-9_.-]*(?<!_std)")
+FUNCTION_NAME = re.compile("[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}(?<!_std)")
 
 
 Accepted = Literal["weights", "tokenizer", "prompts", "reward", "algorithms"]
@@ -267,7 +267,8 @@ class Reward(Table):
         for name in names if self.functions else ():
             if not FUNCTION_NAME.fullmatch(name):
                 raise ValueError(
-                    f"reward.functions: name = {name!r}: a name has letters, digits and _ - ., and does not end in _std"
+                    f"reward.functions: name = {name!r}: a name has 1 to 100 letters, digits and _ - ., and "
+                    "does not end in _std"
                 )
             if names.count(name) > 1:
                 raise ValueError(f'reward.functions: two functions are called {name!r}: give each a name = "..."')

@@ -20,10 +20,8 @@ from engine.config.recipe import find_file
 from engine.data.hub import is_hub_id, read_hub
 from engine.data.problem_files import BYTES, File, JsonNumber, json_kind, parse_file, read_files, spell_value
 from engine.data.row_format import (
-    AMBIGUOUS,
     ANSWER,
     PROBLEM,
-    UNFINISHED,
     USUAL,
     RowFields,
     RowFormat,
@@ -204,8 +202,9 @@ def _fault(
 ) -> tuple[str, str, str, str] | None:
     """Why a row cannot be used (column, reason, found, expected); None if it can be used."""
     if found.refused:
+        expected = "a message of the user or a tool; a text that continues in a column prompt, an answer in messages"
         shown = shorten_value(column(columns, found.problem_column)[-1])
-        return found.problem_column, found.refused, shown, _EXPECTED[found.refused]
+        return found.problem_column, "conversation ends with the assistant", shown, expected
     for name, place, value, expected in (
         ("problem", found.problem_column, found.problem, "a text"),
         ("answer", found.answer_column or "answer", answer, "a string or a number"),
@@ -226,9 +225,6 @@ def _fault(
 _EXPECTED = {
     "not valid Unicode": "whole characters",
     "answer is not a finite number": "a finite number, or a string",
-    AMBIGUOUS: "a message of the user or a tool at the end; the begin of a response may follow in a column prompt, an "
-    "answer in a column messages",
-    UNFINISHED: "a message of the user or a tool at the end, or a text of the assistant",
     "answer is beyond a double": "a number of magnitude 5e-324 to 1.8e308, or a string",
 }
 """The expected value by reason, where more than the type matters."""

@@ -26,10 +26,6 @@ ANSWER = ("answer", "final_answer", "ground_truth", "reward_model.ground_truth")
 SOLUTION = "solution"
 r"""Name of the column whose last \boxed{…} is the answer if no answer column has one. Its whole text is the answer if
 it has no box and the row has no answer column."""
-AMBIGUOUS = "conversation ends with the assistant"
-UNFINISHED = "conversation ends without a text"
-"""Reasons of `RowFields.refused`. In `prompt` the assistant's last message is the begin of the response, as TRL and
-verl have it, in `messages` the whole answer, as OpenAI's examples do."""
 SYSTEM = ("system", "developer")
 """Roles of a message that gives instructions rather than a turn of the conversation."""
 _GSM8K = re.compile(
@@ -84,8 +80,8 @@ class RowFields:
     """Whether the answer is what follows #### in a last line, as in GSM8K."""
     unread: bool = False
     """Whether the conversation ends with an answer that nothing reads, because a column has the answer."""
-    refused: str = ""
-    """Why the row cannot be used, if its conversation ends in a way that has no certain meaning."""
+    refused: bool = False
+    """Whether the row cannot be used, because what the assistant says at the end has no certain meaning."""
 
 
 def find_fields(row: Mapping[str, Any], layout: RowFormat) -> RowFields:
@@ -97,19 +93,18 @@ def find_fields(row: Mapping[str, Any], layout: RowFormat) -> RowFields:
     answer_column, answer = _answer(row, layout.answer)
     messages: tuple[JsonObject, ...] = ()
     completion: tuple[JsonObject, ...] = ()
-    refused = ""
+    refused = False
     if isinstance(problem, list) and problem and all(isinstance(one, dict) and "role" in one for one in problem):
         messages = tuple(map(_message, problem))
         asked = _without_answer(messages)
         completion = messages[len(asked) :]
         kind = problem_column.rpartition(".")[2]
-        if kind == "prompt":  # the response continues what the assistant begins there
-            calls = any(one.get("tool_calls") or not isinstance(one.get("content"), str) for one in completion)
-            refused = UNFINISHED if calls else ""
+        if kind == "prompt":  # as TRL and verl have it, the response continues what the assistant begins
+            refused = any(one.get("tool_calls") or not isinstance(one.get("content"), str) for one in completion)
             completion = ()
         else:
             messages = asked
-            refused = AMBIGUOUS if completion and answer_column and kind != "messages" else ""
+            refused = bool(completion and answer_column and kind != "messages")
         problem = _conversation_text(asked)
     if completion and not answer_column:
         answer_column = problem_column

@@ -26,38 +26,22 @@ Protocol = dict[str, Any]
 
 SEED = "run.seed"
 """The key of the protocol that may differ in two evaluations whose scores are compared."""
-NOT_IN_PROTOCOL: dict[str, str] = {
-    **dict.fromkeys(
-        ("run.name", "run.output", "run.resumes", "run.accept", "run.dry", "dry_run", "checkpoint", "tracking"),
-        "what a run is called, keeps and checks",
-    ),
-    **dict.fromkeys(("model.path", "model.convert"), "the row names the model"),
-    **dict.fromkeys(
-        ("data.train", "data.columns", "data.heldout", "data.heldout_fraction", "data.decontaminate")
-        + ("evaluate.benchmark", "evaluate.folder", "evaluate.problems"),
-        "problems_hash has the problems and their columns",
-    ),
-    **dict.fromkeys(
-        ("reward.workers", "rollout.instances", "rollout.tensor", "rollout.devices", "rollout.share_devices")
-        + ("rollout.concurrency", "rollout.deterministic", "platform", "cluster"),
-        "how much runs at once and where, which changes no more than rounding",
-    ),
-    **dict.fromkeys(
-        ("rollout.timeout_s", "rollout.restarts", "rollout.heartbeat_s", "rollout.wait_s", "rollout.listen")
-        + ("evaluate.every", "evaluate.max_wait_s"),
-        "when an evaluation begins, is repeated or fails as a whole",
-    ),
-    **dict.fromkeys(
-        ("rollout.group_size", "rollout.max_new_tokens", "rollout.temperature", "rollout.top_p", "rollout.top_k")
-        + ("rollout.partial",),
-        "of the training; an evaluation has keys of its own",
-    ),
-    "evaluate.max_context": "it becomes rollout.max_context where it counts",
-    **dict.fromkeys(
-        ("queue", "stages", "train", "algorithm", "attention", "parallel", "weights"), "read by the training alone"
-    ),
+NOT_IN_PROTOCOL = {
+    "what a run is called, keeps and checks": "run.name run.output run.resumes run.accept run.dry dry_run checkpoint "
+    "tracking",
+    "the row names the model": "model.path model.convert",
+    "problems_hash has the problems and their columns": "data.train data.columns data.heldout data.heldout_fraction "
+    "data.decontaminate evaluate.benchmark evaluate.folder evaluate.problems",
+    "how much runs at once and where, which changes no more than rounding": "reward.workers rollout.instances "
+    "rollout.tensor rollout.devices rollout.share_devices rollout.concurrency rollout.deterministic platform cluster",
+    "when an evaluation begins, is repeated or fails as a whole": "rollout.timeout_s rollout.restarts "
+    "rollout.heartbeat_s rollout.wait_s rollout.listen evaluate.every evaluate.max_wait_s",
+    "an evaluation has keys of its own": "rollout.group_size rollout.max_new_tokens rollout.temperature rollout.top_p "
+    "rollout.top_k rollout.partial",
+    "it becomes rollout.max_context where it counts": "evaluate.max_context",
+    "read by the training alone": "queue stages train algorithm attention parallel weights",
 }
-"""Keys and tables that are not in the protocol, and why. Every other key is in it, also a new one."""
+"""Why some keys and tables are not in the protocol. Every other key is in it, also a new one."""
 
 
 class LengthFigures(TypedDict):
@@ -116,16 +100,14 @@ def evaluation_protocol(config: Config, benchmark: str, prompts: Iterable[Prompt
     """How the benchmark's prompts are sampled and scored."""
     problems = "\n".join(sorted(f"{prompt.id} {spell_columns(prompt)}" for prompt in prompts))
     values = config.model_dump(mode="json")
+    left_out = tuple(f"{name}." for names in NOT_IN_PROTOCOL.values() for name in names.split())
+    keys = [key for key in keys_in(Config) if not f"{key}.".startswith(left_out)]
     return {
         "benchmark": benchmark,
         "problems_hash": hashlib.sha256(problems.encode()).hexdigest()[:16],
         "reward_hash": code_of(config.folder, config, "reward")["hash"],
-        **{key: _anywhere(value_of(values, key)) for key in keys_in(Config) if _is_in_protocol(key)},
+        **{key: _anywhere(value_of(values, key)) for key in keys},
     }
-
-
-def _is_in_protocol(key: str) -> bool:
-    return not any(f"{key}.".startswith(f"{one}.") for one in NOT_IN_PROTOCOL)
 
 
 def _anywhere(value: Any) -> Any:  # noqa: ANN401

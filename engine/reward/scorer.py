@@ -9,9 +9,12 @@ from typing import Protocol
 from engine.types import Prompt, Response, Score
 from engine.wire.columns import PackedResponse
 
-METRIC_NAME = re.compile(r"\w[\w.\-]*(/\w[\w.\-]*)*(?<!_std)", re.ASCII)
+LONGEST_NAME = 100
+"""Largest number of characters of the name of a metric or a benchmark: MLflow takes 250 for both with what Metronome
+adds, and refuses all figures of a request if one name is longer."""
+METRIC_NAME = re.compile(rf"(?=.{{1,{LONGEST_NAME}}}$)\w[\w.\-]*(/\w[\w.\-]*)*(?<!_std)", re.ASCII)
 """Names of a score's metrics. MLflow takes them too. NAME_std is the figure with the deviation of NAME."""
-METRIC_NAMES = "letters, digits and _ - . /, and does not end in _std"
+METRIC_NAMES = f"letters, digits and _ - . /, at most {LONGEST_NAME}, and does not end in _std"
 """What a name has, for messages."""
 LARGEST_SCORE = 1e6
 """Largest absolute value of a score. The gradient of far larger ones overflows, or drowns that of all others."""

@@ -27,7 +27,7 @@ from tasks.terminal.console import say
 from tasks.terminal.progress_display import show_progress
 from tasks.tracking import evaluation_texts
 from tasks.tracking.artifact_cells import table_rows
-from tasks.tracking.mirror import BEST_AT_ONE, SAME_AT_ONE
+from tasks.tracking.mirror import SAME_AT_ONE
 
 
 def _worth_retrying(task: Any, run: Any, state: Any) -> bool:  # noqa: ANN401
@@ -103,5 +103,5 @@ def figures_shown(row: Mapping[str, Any]) -> dict[str, Any]:
     version, and at one response per problem pass@k and maj@k equal avg@k."""
     lead = evaluation_texts.accuracy_with_interval(row)
     shown = {"protocol", "step", "avg_at_k", "ci_low", "ci_high"}
-    repeated = {*SAME_AT_ONE, *BEST_AT_ONE} if row["samples"] == 1 else set()
+    repeated = set(SAME_AT_ONE) if row["samples"] == 1 else set()
     return lead | {name: value for name, value in row.items() if name not in shown | repeated} | dict(row["protocol"])

@@ -30,7 +30,7 @@ def _figures(row: Mapping[str, Any]) -> str:
         figures += [f"pass@{k} {_with_interval(row, 'pass_at_k', 'pass_')}"]
         figures += [f"maj@{k} {_with_interval(row, 'maj_at_k', 'maj_')}"] if "maj_at_k" in row else []
     problems = counted(row["problems"], "problem")
-    return f"{', '.join(figures)} on {problems} of {row['benchmark']}{_cut(row)}{_failed(row)}"
+    return f"{', '.join(figures)} on {problems} of {row['benchmark']}{_cut(row)}{_unscored(row)}"
 
 
 def _cut(row: Mapping[str, Any]) -> str:
@@ -42,13 +42,10 @@ def _cut(row: Mapping[str, Any]) -> str:
     return f"; {row['truncated']:,} of {counted(sampled, 'response')} cut at the length limit{by_context}"
 
 
-def _failed(row: Mapping[str, Any]) -> str:
+def _unscored(row: Mapping[str, Any]) -> str:
     """The number of responses that the reward could not score; empty if there are none."""
-    failed = row.get("reward_timeouts", 0) + row.get("reward_errors", 0)
-    excluded = row.get("reward_excluded", 0)
-    if not failed and not excluded:
-        return ""
-    return f"; the reward failed on {counted(max(failed, excluded), 'response')}, {excluded:,} of them in no figure"
+    failed = max(row.get("reward_timeouts", 0) + row.get("reward_errors", 0), row.get("reward_excluded", 0))
+    return f"; the reward failed on {counted(failed, 'response')}" if failed else ""
 
 
 def describe_evaluations(rows: Sequence[Mapping[str, Any]]) -> str:

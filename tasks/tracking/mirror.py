@@ -35,6 +35,7 @@ from engine.data.problem_statistics import REPORT, read_report
 from engine.errors import BadInput, clean_text, without_password
 from engine.evaluation.tables import EvaluationRow, rows_of
 from engine.model.shape import content_hash
+from engine.reward.scorer import LONGEST_NAME
 from engine.run.files import parse_line
 from engine.run.run_file import read_run
 from engine.types import JsonObject
@@ -62,8 +63,10 @@ def metric_values(row: Mapping[str, Any]) -> dict[str, float]:
     return found
 
 
-SAME_AT_ONE = ("pass_at_k", "pass_ci_low", "pass_ci_high", "maj_at_k", "maj_ci_low", "maj_ci_high", "pass_curve")
-BEST_AT_ONE = ("best_at_k_bootstrap", "maj_at_k_bootstrap")
+SAME_AT_ONE = (
+    *("pass_at_k", "pass_ci_low", "pass_ci_high", "maj_at_k", "maj_ci_low", "maj_ci_high", "pass_curve"),
+    *("best_at_k_bootstrap", "maj_at_k_bootstrap"),
+)
 """Figures of an evaluation that repeat avg@k and its interval if each problem has one response."""
 
 
@@ -74,7 +77,7 @@ NO_FIGURES = ("weight_version", "protocol", "skipped")
 def evaluation_figures(row: Mapping[str, Any]) -> dict[str, float]:
     """The figures of a line of evaluations.jsonl, without repetitions. Those that depend on k have it in their names:
     `benchmark/avg_at_8`, `benchmark/avg_at_8_ci_low`, `benchmark/pass_at_8`, so that no curve mixes two."""
-    left_out = (*NO_FIGURES, *(SAME_AT_ONE + BEST_AT_ONE if row.get("samples") == 1 else ()))
+    left_out = (*NO_FIGURES, *(SAME_AT_ONE if row.get("samples") == 1 else ()))
     figures = metric_values({name: value for name, value in row.items() if name not in left_out})
     return {figure_name(row, name): value for name, value in figures.items()}
 
@@ -97,15 +100,10 @@ def metric_name(text: str) -> str:
 
 
 def clean_name(text: str, pattern: str, filler: str) -> str:
-    """The text with `filler` in place of each match of `pattern`. A changed text ends with six digits of its hash, so
-    that two texts never share a name, and with it one history."""
-    found = re.sub(pattern, filler, text)
-    return found if found == text else f"{found}-{hash_of(text)}"
-
-
-def hash_of(text: str) -> str:
-    """Six digits of the text's hash."""
-    return hashlib.sha256(text.encode()).hexdigest()[:6]
+    """The text with `filler` in place of each match of `pattern`, cut to `LONGEST_NAME`. A changed text ends with six
+    digits of its hash, so that two texts never share a name, and with it one history."""
+    found = re.sub(pattern, filler, text)[:LONGEST_NAME]
+    return found if found == text else f"{found}-{hashlib.sha256(text.encode()).hexdigest()[:6]}"
 
 
 DIGEST = 32
@@ -186,9 +184,7 @@ AGAIN_S = 1.0
 METRICS_AT_ONCE = 1000
 PARAMETERS_AT_ONCE = 100
 PARAMETER_LIMIT = 6000
-METRIC_LIMIT = 250
-"""MLflow's limits: metrics and parameters in a request, and characters in the value of a parameter and in the name of a
-metric."""
+"""MLflow's limits: metrics and parameters in a request, and characters in the value of a parameter."""
 SAMPLES = 20
 """Approximate number of steps whose response samples go to MLflow; the run folder has those of every step."""
 FILES = (
@@ -422,8 +418,7 @@ class Mirror:
 
     def _times(self, name: str) -> set[int]:
         if name not in self._there:
-            history = self._client.get_metric_history(self._id, fit_name(name))
-            self._there[name] = {point.timestamp for point in history}
+            self._there[name] = {point.timestamp for point in self._client.get_metric_history(self._id, name)}
         return self._there[name]
 
     def _fate(self, whole: bool) -> dict[str, str]:
@@ -450,12 +445,6 @@ class Mirror:
         descriptions.describe_run(self._client, self._id, text)
 
 
-def fit_name(name: str) -> str:
-    """The name of a figure, cut to MLflow's limit with six digits of its hash at the end: MLflow refuses all figures of
-    a request if one name is too long."""
-    return name if len(name) <= METRIC_LIMIT else name[: METRIC_LIMIT - 7] + "-" + hash_of(name)
-
-
 def _time(row: Mapping[str, Any]) -> int:
     """The timestamp of a line's figures, in ms."""
     return round(row["ended_s"] * 1000)
@@ -464,7 +453,7 @@ def _time(row: Mapping[str, Any]) -> int:
 def _metrics(row: Mapping[str, Any], figures: Mapping[str, float], last: str) -> list[Metric]:
     """The figures of a line. The last one is there only if all are, since a batch may end between them."""
     names = sorted(figures, key=lambda name: name == last)
-    return [Metric(fit_name(name), figures[name], _time(row), row["step"]) for name in names]
+    return [Metric(name, figures[name], _time(row), row["step"]) for name in names]
 
 
 class MirrorThread:

@@ -5,6 +5,7 @@ import datetime
 import pytest
 
 from engine.config import Config
+from engine.config.inputs import Reward, WeightedReward
 from engine.config.no_effect import without_effect
 from engine.config.recipe import HOME, load_config
 from engine.errors import BadInput
@@ -190,3 +191,9 @@ def test_the_recipes_that_ship_have_no_key_without_effect():
 def test_a_date_is_no_argument_of_vllm():
     with pytest.raises(ValueError, match=r"rollout\.vllm\.revision = datetime"):
         Config(rollout={"engine": "vllm", "vllm": {"revision": datetime.date(2026, 11, 26)}})
+
+
+def test_a_name_of_a_reward_has_at_most_100_characters():
+    assert Reward(functions=[WeightedReward(function="math", name="y" * 100)]).named[0].name == "y" * 100
+    with pytest.raises(ValueError, match="a name has 1 to 100 letters, digits"):
+        Reward(functions=[WeightedReward(function="math", name="y" * 101)])

@@ -230,10 +230,10 @@ def test_columns_are_named_for_any_other_row(write):
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "2"}, "problem is an object"),
         ({"prompt": [ASKED]}, r"answer: no answer \(found the columns prompt"),
         ({"prompt": [ASKED], "answer": {"target": 2}}, "answer is an object"),
-        ({"prompt": [ASKED, CALL], "answer": "2"}, "conversation ends without a text .*tool_calls"),
+        ({"prompt": [ASKED, CALL], "answer": "2"}, "conversation ends with the assistant .*tool_calls"),
         (
             {"question": [ASKED, THINK], "answer": "2"},
-            "conversation ends with the assistant .*<think>.*in a column prompt",
+            "conversation ends with the assistant .*<think>.*a text that continues in a column prompt",
         ),
         ({"messages": [THINK], "answer": "2"}, "no problem"),
     ],

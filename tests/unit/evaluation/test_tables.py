@@ -62,11 +62,10 @@ def test_a_reward_of_ones_own_is_the_same_in_another_folder_but_not_with_other_c
 def test_every_key_is_in_the_protocol_or_has_a_reason_why_not():
     keys = set(keys_in(Config))
     inside = set(evaluation_protocol(Config(), "mine", prompts("a")))
-    left_out = {key for key in keys if any(f"{key}.".startswith(f"{one}.") for one in NOT_IN_PROTOCOL)}
+    names = " ".join(NOT_IN_PROTOCOL.values()).split()
+    left_out = {key for key in keys if any(f"{key}.".startswith(f"{one}.") for one in names)}
     assert keys - left_out == inside - {"benchmark", "problems_hash", "reward_hash"}
-    for name, why in NOT_IN_PROTOCOL.items():
-        assert any(f"{key}.".startswith(f"{name}.") for key in keys), f"{name} is no key"
-        assert why
+    assert [name for name in names if not any(f"{key}.".startswith(f"{name}.") for key in keys)] == []
     assert {key for key in inside if key.startswith("rollout.")} == {
         *("rollout.engine", "rollout.max_context", "rollout.stop", "rollout.vllm"),
         *("rollout.program", "rollout.program_timeout_s", "rollout.max_turns"),

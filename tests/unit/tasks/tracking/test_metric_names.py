@@ -3,7 +3,8 @@ import re
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from tasks.tracking.mirror import metric_name, metric_values
+from engine.reward.scorer import LONGEST_NAME
+from tasks.tracking.mirror import figure_name, metric_name, metric_values
 
 
 def test_figures_of_a_row():
@@ -29,8 +30,11 @@ def test_figures_of_a_row():
 
 @given(st.sets(st.text("ab@:/_ -.", min_size=1, max_size=6), min_size=2))
 @example({"aime@24", "aime_24", "aime:24"})
+@example({"a" * 300, "a" * 300 + "b", "a" * 101})
 def test_names_of_different_texts_are_different_and_mlflow_takes_them(texts):
     names = list(map(metric_name, texts))
     assert len(set(names)) == len(texts)
     assert not any(re.search(r"[^\w.\- ]", name) for name in names)
+    longest = {"samples": 1, "benchmark": max(texts, key=len)}
+    assert len(figure_name(longest, f"reward/{'y' * LONGEST_NAME}_std")) <= 250  # MLflow's limit
     assert metric_name("my set-1.0_b") == "my set-1.0_b"

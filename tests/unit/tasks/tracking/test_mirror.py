@@ -276,21 +276,6 @@ def test_a_process_that_was_taken_over_writes_no_step(config, quick):
     assert history(run_id) == [(0, 0.0)]
 
 
-def test_a_name_that_is_too_long_for_mlflow_loses_no_figure(config):
-    config.folder.mkdir(parents=True, exist_ok=True)
-    names = ["reward/" + "y" * 260 + end for end in ("a", "b", "a_std")]
-    add_steps(config, 0, **dict.fromkeys(names, 0.5))
-    row = EVALUATION | dict.fromkeys(names, 0.25)
-    add_line(config.folder / "evaluations.jsonl", **row)
-    with tracked_run.track_run(config) as run_id:
-        pass
-    for _ in range(2):
-        evaluations.log_finished(config)
-    assert history(run_id) == [(0, 0.0)]
-    found = [history(run_id, name) for name in mlflow.get_run(run_id).data.metrics if "yyy" in name]
-    assert sorted(found) == [[(0, 0.25)]] * 3 + [[(0, 0.5)]] * 3
-
-
 def test_evaluations_of_another_number_of_samples_have_curves_of_their_own(config):
     """As after a resume with another evaluate.samples."""
     config.folder.mkdir(parents=True, exist_ok=True)
