@@ -224,6 +224,66 @@ SAME = {
         ("E", r"\textbf{(E)}\ \text{none of these}"),
         (r"\textbf{(A)}\ 12", "12"),
     ],
+    "named values": [
+        ("(x,y)=(1,2)", "(1,2)"),
+        ("(x,y)=(1,2)", "x=1,y=2"),
+        ("(x,y)=(1,2)", "y=2,x=1"),
+        ("(1,2)", "y=2,x=1"),
+        ("x=1,y=2", "1,2"),
+        ("x=1,y=2", r"x=1\text{ and }y=2"),
+        ("a=1,b=2,c=3", "(1,2,3)"),
+        ("(x,y,z)=(1,2,3)", "(1,2,3)"),
+        ("(x,y)=(1,2),(3,4)", "(3,4),(1,2)"),
+        (r"\{(1,2),(3,4)\}", "(x,y)=(1,2),(3,4)"),
+        (r"\begin{cases}x=1\\y=2\end{cases}", "x=1,y=2"),
+        (r"\begin{array}{l}x=1\\y=2\end{array}", "(1,2)"),
+        ("x=1,x=2", "2,1"),
+        ("x_1=2,x_2=3", "3,2"),
+        ("f'(x)=2x", "2x"),
+        (r"\frac{dy}{dx}=2x", "2x"),
+        (r"\langle 1,2\rangle", "(1,2)"),
+        (r"\langle 1,2\rangle", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+        (r"\mathbb{R}", r"(-\infty,\infty)"),
+        (r"\mathbb{R}", r"\mathbf{R}"),
+        (r"\mathbb{R}", r"\text{all real numbers}"),
+        (r"x\in\mathbb{R}", r"(-\infty,\infty)"),
+        (r"\mathbb{R}\setminus\{2\}", r"(-\infty,2)\cup(2,\infty)"),
+        (r"\mathbb{R}\setminus\{2,1\}", r"(-\infty,1)\cup(1,2)\cup(2,\infty)"),
+        (r"\mathbb{R}\setminus\{2\}", r"\mathbb{R}\backslash\{2\}"),
+        (r"\mathbb{R}\setminus\{2\}", r"x\ne2"),
+        (r"\text{no solution}", r"\emptyset"),
+        (r"\text{no solution}", r"\text{No solutions}"),
+    ],
+    "layout": [
+        *(
+            ("5", text)
+            for text in (r"5\,", r"5\;", "5\\ ", r"\ 5\ ", "5\\\\", r"\rm 5", r"{\bf 5}", r"\large 5", r"\textstyle 5")
+        ),
+        *(
+            ("5", text)
+            for text in (r"\approx 5", "=5", r"\Rightarrow 5", r"5\text{.}", r"5\phantom{0}", r"\hbox{5}", "**5**")
+        ),
+        *(
+            ("5", text)
+            for text in (
+                r"\color{red}5",
+                r"\textcolor{red}{5}",
+                r"\underline{5}",
+                r"\text{Answer: } 5",
+                r"\framebox{5}",
+            )
+        ),
+        *(("5", text) for text in (r"5\hspace{2mm}", r"\text{The answer is }5", "5th", r"5^{\text{th}}")),
+        (r"x+1\;", "x+1"),
+        (r"\sqrt2\;", r"\sqrt{2}"),
+        (r"\text{Friday}\ ", r"\text{Friday}"),
+        (r"\text{Option B}", "B"),
+        ("sqrt(3)/2", r"\frac{\sqrt3}{2}"),
+        ("infinity", r"\infty"),
+        (r"\lg 2", r"\log_{10}2"),
+        (r"\ln 2", r"\log_e 2"),
+        (r"\frac{2024!}{2023!}", "2024"),
+    ],
     "everyday": [
         (r"1A_{\text{sixteen}}", "1A_{16}"),
         (r"52_{\text{ten}}", "52_{10}"),

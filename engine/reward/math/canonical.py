@@ -10,9 +10,33 @@ from functools import lru_cache
 from engine.reward.math.answers import strip_delimiters
 from engine.reward.math.structure import is_closed, split_parts
 
-_SIZES = r"left|right|middle|[bB]igg?[lr]?|displaystyle|textstyle|limits|quad|qquad"
-_SOFT = re.compile(rf"\\(?:{_SIZES})(?![a-zA-Z])\s*|(?<!\\)\\[!,;: ]|~")
-_TEXT = re.compile(r"\\(?:mbox|emph|text(?:normal|rm|bf|it|sf|tt|sc|sl|up|md))(?=\s*\{)")
+_SIZES = (
+    r"left|right|middle|[bB]igg?[lrm]?|(?:display|text|script|scriptscript)style|(?:no)?limits|q?quad|rm|bf|it|sf|tt|sl|sc"
+    r"|tiny|scriptsize|footnotesize|small|normalsize|[lL]arge|LARGE|[hH]uge|en(?:space|skip)|(?:neg)?(?:thin|med|thick)space"
+    r"|(?:math)?strut|h?fill|noindent|newline|par"
+)
+_SOFT = re.compile(
+    rf"\\(?:{_SIZES})(?![a-zA-Z])\s*|(?<!\\)\\[!,;:> /]|~"
+    r"|\\(?:[hv]space\*?|[hv]?phantom|color|label|tag)\s*\{[^{}]*\}"
+    r"|\\(?:textcolor\s*\{[^{}]*\}|underline|uline|boxed|fbox|framebox)\s*(?=\{)"
+)
+"""Commands that only space, size, colour or frame what they stand before."""
+_STARTS = re.compile(
+    r"(?:\s|=|≈|\\(?:approx|Rightarrow|implies|therefore|to)(?![a-zA-Z])"
+    r"|\\text\s*\{[^{}]*\b[aA]nswer(?: is)?\s*:?\s*\})+"
+)
+_ENDS = re.compile(r"(?:\\(?:[,;:!\\\s]|text\s*\{[\s.,;:]*\}|$)|[.,;\s])+$")
+"""What may stand around an answer without being part of it."""
+_STRONG = re.compile(r"\*\*([^*]+)\*\*")
+_ORDINAL = re.compile(r"(\d+)\s*(?:\^\s*\{?)?(?:\\(?:text|mathrm)\s*\{)?\s*(?:st|nd|rd|th)\s*\}{0,2}")
+_CHOICE = re.compile(r"(?:\\text\s*\{)?\s*(?:[oO]ption|[cC]hoice)\s+\(?([A-Z])\)?\s*\}?")
+_NO_SOLUTION = re.compile(
+    r"(?:\\text\s*\{)?\s*(?:there (?:is|are) )?no (?:real )?solutions?\s*\}?|(?:无解)", re.IGNORECASE
+)
+_TYPED_ROOT = re.compile(r"(?<![a-zA-Z\\])sqrt\s*\(([^()]*)\)")
+_SYSTEM = re.compile(r"\\begin\{(cases|array|aligned)\}(?:\{[lcr]\})?([^&]*)\\end\{\1\}")
+"""Equations below each other."""
+_TEXT = re.compile(r"\\(?:[mh]box|emph|text(?:normal|rm|bf|it|sf|tt|sc|sl|up|md))(?=\s*\{)")
 _NESTED = re.compile(r"(\\text\s*\{[^{}]*)\\text\s*\{([^{}]*)\}")
 _FONT = re.compile(
     r"\\(?:mathrm|mathbf|mathit|mathsf|mathnormal|operatorname|boldsymbol|bm)\*?\s*"
@@ -20,7 +44,7 @@ _FONT = re.compile(
 )
 _OLD_FONT = re.compile(r"\{\s*\\(?:rm|bf|it|sf)(?![a-zA-Z])\s*([^{}]*)\}")
 _CONSTANT = re.compile(r"\\text\s*\{\s*(e|i|\\?pi|\\imath)\s*\}|\\(?:imath|mathbbm?\{i\})(?![a-zA-Z])")
-_PI = re.compile(r"(?<![a-zA-Z\\])pi(?![a-zA-Z])")
+_PI = re.compile(r"(?<![a-zA-Z\\])(pi|infinity)(?![a-zA-Z])")
 _TEXT_NUMBER = re.compile(r"\\text\s*\{\s*([-+]?[\d.,]*\d)\s*([^{}\d]*)\}")
 _PER_CENT = re.compile(r"\s*\\text\s*\{\s*per ?cent\s*\}|(?<=[\d}])\s*per ?cent$")
 _TYPED_AND = re.compile(r"(?<![a-zA-Z\\])(and|or)(?![a-zA-Z]|[^{}]*\})")
@@ -44,6 +68,9 @@ _REPLACED = {
     "\\times": "\\cdot",
     "\\degree": "^\\circ",
     "\\degrees": "^\\circ",
+    "\\lg": "\\log_{10}",
+    "\\log_e": "\\ln",
+    "\\backslash": "\\setminus",
     "\\varnothing": "\\emptyset",
     "\\lbrace": "\\{",
     "\\rbrace": "\\}",
@@ -162,13 +189,25 @@ def canonical_latex(latex: str) -> str:
 
     A number such as 3e6 becomes 3E6, which cannot be a formula (`equality.read_number`).
     """
-    text = _DOTS.sub(r"\\dots ", _typed(latex)).strip().rstrip(".,;").strip()
+    text = _plain(_DOTS.sub(r"\\dots ", _typed(latex)))
     text = _SCIENTIFIC.sub(r"\1E\2", strip_delimiters(text))
     text = _IDEOGRAPHS.sub(r"\\text{\1}", _words(text))
     text = _parted(_SOFT.sub(" ", _GROUPED.sub("", text)).strip())
     text = _TYPED_UNIT.sub(lambda match: f"\\text{{{match[1] or match[2]}}}{match[3] or ''}", text)
     text = _REPLACE.sub(lambda match: _REPLACED[match[0]], text)
-    return _dense(_PI.sub(r"\\pi ", join_thousands(text))).rstrip(".,;")
+    text = _PI.sub(lambda match: "\\pi " if match[1] == "pi" else "\\infty ", join_thousands(text))
+    return _dense(text).rstrip(".,;")
+
+
+def _plain(text: str) -> str:
+    """Without what only surrounds an answer, and with one spelling for words that have a sign."""
+    text = _ENDS.sub("", text.strip())
+    text = text[start.end() :] if (start := _STARTS.match(text)) else text
+    for pattern in (_STRONG, _ORDINAL, _CHOICE):
+        text = found[1] if (found := pattern.fullmatch(text)) else text
+    text = "\\emptyset" if _NO_SOLUTION.fullmatch(text) else text
+    text = _SYSTEM.sub(lambda found: ",".join(filter(str.strip, found[2].split("\\\\"))), text)
+    return _TYPED_ROOT.sub(r"\\sqrt{\1}", text)
 
 
 def join_thousands(text: str) -> str:

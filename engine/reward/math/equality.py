@@ -158,7 +158,7 @@ def _unit(text: str, before: str) -> dict[str, int] | None:
     """
     if text.startswith("^\\circ"):
         return None if _ANGLE.search(before) else {letter: 1 for letter in re.findall("[CF]", text)} or {"": 1}
-    plain = re.sub(r"\\text\{([^{}]*)\}", r"\1", text).replace("\\cdot", " ").replace("{", "").replace("}", "")
+    plain = re.sub(r"\\text\{([^{}]*)\}", r" \1 ", text).replace("\\cdot", " ").replace("{", "").replace("}", "")
     for short, long in _SPEEDS.items():
         plain = re.sub(rf"\b{short}\b", long, plain)
     for typed, word in _CHINESE.items():
@@ -243,6 +243,14 @@ _MATRIX = re.compile(r"\\begin\{([pb]?matrix)\}(.*)\\end\{\1\}", re.DOTALL)
 _TEXTS = re.compile(r"\\text\{([^{}]*)\}")
 _TIME = re.compile(r"\d{1,2}(?::\d\d)+")
 _DOTS = "\\dots"
+_DOMAIN = re.compile(
+    r"(?:[a-zA-Z]\\in ?)?(?:\\math(?:bb|bf) ?\{?R\}?|\\R|\\text\{R\}|allrealnumbers"
+    r"|\\text\{(?:all )?(?:the )?real numbers?(?: except)?\})"
+    r"(?:(?:\\setminus ?|-)?\\\{(?P<points>[^{}]*)\\\}|(?<=except\})(?P<point>.+))?"
+    r"|(?P<name>[a-zA-Z])\\ne ?(?P<value>[^,]+)"
+)
+_VECTOR = re.compile(r"\\langle ?(.+)\\rangle")
+_TUPLE = re.compile(r"\(([^()=]+)\)=\(([^()]+|.*\([^()]*\).*)\)")
 
 
 def same_answer(one: str, other: str) -> bool:
@@ -397,6 +405,70 @@ def _members(one: str, other: str, depth: int) -> bool | None:
     stated = {*filter(None, read), *(name[1] for name in names if name)}
     ours, theirs = (text[name.end() if name else 0 :] for name, text in zip(names, (one, other), strict=True))
     return len(stated) == 1 and _same(ours, theirs, depth - 1)
+
+
+def _domains(one: str, other: str, depth: int) -> bool | None:
+    r"""Compare the real line, without some points, as a union of intervals: \mathbb{R}\setminus\{2\}, x \ne 2."""
+    found = [_DOMAIN.fullmatch(text) for text in (one, other)]
+    if found == [None, None] or all(match and match["name"] for match in found):
+        return None
+    unions = [_union(match) if match else text for match, text in zip(found, (one, other), strict=True)]
+    return _same(unions[0], unions[1], depth - 1)
+
+
+def _union(domain: re.Match[str]) -> str:
+    points = split_parts(domain["points"] or domain["point"] or domain["value"] or "", ",")
+    read = [read_number(point) for point in points]
+    if all(read):
+        points = sorted(points, key=lambda point: read[points.index(point)].value)  # type: ignore[union-attr]
+    ends = ["-\\infty", *(point for point in points for _ in range(2) if point), "\\infty"]
+    return "\\cup".join(f"({low},{high})" for low, high in zip(ends[::2], ends[1::2], strict=True))
+
+
+def _vectors(one: str, other: str, depth: int) -> bool | None:
+    r"""Compare \langle 1, 2 \rangle with (1, 2) and with the matrix of one column."""
+    found = [_VECTOR.fullmatch(text) for text in (one, other)]
+    if found == [None, None]:
+        return None
+    column = next((match for text in (one, other) if (match := _MATRIX.fullmatch(text))), None)
+    texts = [
+        match[1] if match else (column[2].replace("\\\\", ",") if column else text)
+        for match, text in zip(found, (one, other), strict=True)
+    ]
+    return "&" not in "".join(texts) and _brackets(
+        *(text if text[:1] in "([" else f"({text})" for text in texts), depth
+    )
+
+
+def _assignments(one: str, other: str, depth: int) -> bool | None:
+    """Compare values that are given to different names: x = 1, y = 2 equals (x, y) = (1, 2), and, in the order of the
+    names, (1, 2). It is not 2, 1."""
+    found = [_assigned(text) for text in (one, other)]
+    if found == [None, None]:
+        return None
+    ours, theirs = found
+    if ours is not None and theirs is not None:
+        return ours.keys() == theirs.keys() and all(_same(ours[name], theirs[name], depth - 1) for name in ours)
+    given, text = (ours, other) if ours is not None else (theirs or {}, one)
+    values = [given[name] for name in sorted(given)] if all(map(_LETTER.match, given)) else [*given.values()]
+    kind, entries = bracketed_entries(text) or ("()", split_parts(AND.sub(",", text), ","))
+    return kind == "()" and "=" not in text and _in_order(values, entries, depth)
+
+
+def _assigned(text: str) -> dict[str, str] | None:
+    """Names and values; None if there are not two names, or one of them has two values."""
+    if pair := _TUPLE.fullmatch(text):
+        names, values = (split_parts(part, ",") for part in pair.groups())
+    elif read_list(text).joined == {"or"}:
+        return None
+    else:
+        sides = [split_parts(part, "=") for part in split_parts(AND.sub(",", text), ",")]
+        if any(len(each) != 2 for each in sides):
+            return None
+        names, values = ([each[place] for each in sides] for place in (0, 1))
+    is_named = len(names) == len(values) == len(set(names)) > 1 and all(map(NAME.fullmatch, names))
+    is_named = is_named and len({name.partition("_")[0] for name in names}) > 1  # x_1 and x_2 are values of one x
+    return dict(zip(names, values, strict=True)) if is_named else None
 
 
 def _relations(one: str, other: str, depth: int) -> bool | None:
@@ -564,9 +636,12 @@ _COMPARISONS: tuple[Callable[[str, str, int], bool | None], ...] = (
     _options,
     _quantities,
     _numbers,
+    _vectors,
     _matrices,
     _words,
+    _domains,
     _members,
+    _assignments,
     _relations,
     _equations,
     _unions,

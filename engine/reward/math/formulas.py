@@ -41,7 +41,7 @@ sign."""
 _SENSELESS = (ArithmeticError, AttributeError, LookupError, NotImplementedError, TypeError, ValueError)
 """Exceptions that SymPy raises for formulas without meaning, and `_value` for values that are too large."""
 _TOWER = re.compile(
-    r"\^\{[^{}^a-zA-Z]{0,20}\^|\^(?:\d+|[a-zA-Z])\^|\^\{?\(?-?\d{5}|[+-][^()]*\)\^\{?\d{3}|\d{4,}\)?!|!!|\d{5,}.{0,3}\\choose|\\binom\{?\d{5}"
+    r"\^\{[^{}^a-zA-Z]{0,20}\^|\^(?:\d+|[a-zA-Z])\^|\^\{?\(?-?\d{5}|[+-][^()]*\)\^\{?\d{3}|\d{5,}\)?!|!!|\d{5,}.{0,3}\\choose|\\binom\{?\d{5}"
 )
 """Formulas for which SymPy takes minutes: powers of powers of numbers, high powers of sums, large factorials and
 binomials."""
@@ -341,7 +341,7 @@ def _rational(expression: Candidate) -> Fraction | None:
         return product
     if isinstance(expression, Pow):
         return _power(*values)
-    return Fraction(int(expression.doit())) if isinstance(expression, factorial) and values[0] < 2_000 else None
+    return Fraction(int(expression.doit())) if isinstance(expression, factorial) and values[0] < 10_000 else None
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction | None:

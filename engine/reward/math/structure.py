@@ -9,7 +9,7 @@ from typing import NamedTuple
 _ASSIGNED = re.compile(r"([a-zA-Z](?:_\{?\w\}?)?(?:\([a-z]\))?)=(?=.)")
 NAME = re.compile(
     r"(?!(?:e|i|\\pi ?)$)(?:[a-zA-Z|']|\\(?!frac|sqrt|cdot|pm|cup|pi(?![a-z])|infty|emptyset)[a-zA-Z]++ ?"
-    r"|\\text\{[^{}]*\}|\\[{}]|_(?:\\?\w|\{[^{}]*\})|\^\{-1\}(?=\()|(?<=[a-zA-Z}])\([^()=]*\)|\{[a-zA-Z]+\})++"
+    r"|\\text\{[^{}]*\}|\\[{}]|_(?:\\?\w|\{[^{}]*\})|\^\{-1\}(?=\()|(?<=[a-zA-Z}'])\([^()=]*\)|\{[a-zA-Z]+\}|\\frac\{d[a-z]?\}\{d[a-z]\})++"
 )
 """Names to which a value can be given: x, x_1, f(x), f(2), AB, |AB|, \\angle ABC, \\text{Area}. No arithmetic, no
 constant."""

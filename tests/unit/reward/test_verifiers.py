@@ -6,6 +6,8 @@ import pytest
 
 from engine.reward.verifiers import exact, math
 from engine.types import Prompt, Response
+from support.statements import NOT_STATED, STATED
+from support.verdicts import score
 
 
 def prompt(answer: str) -> Prompt:
@@ -64,6 +66,11 @@ def test_exact(answer, text, value):
 )
 def test_math_takes_the_last_box_or_the_final_expression(answer, text, value):
     assert math(prompt(answer), response(text)).value == value
+
+
+def test_statements_without_a_box_are_rewarded_if_they_state_the_answer():
+    verdicts = {(*pair, 1): score(*pair) for pair in STATED} | {(*pair, 0): score(*pair) for pair in NOT_STATED}
+    assert [case for case, value in verdicts.items() if case[2] != value] == []
 
 
 def test_of_a_long_response_without_a_box_the_end_is_read():
