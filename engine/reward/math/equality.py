@@ -435,9 +435,8 @@ def _vectors(one: str, other: str, depth: int) -> bool | None:
         match[1] if match else (column[2].replace("\\\\", ",") if column else text)
         for match, text in zip(found, (one, other), strict=True)
     ]
-    return "&" not in "".join(texts) and _brackets(
-        *(text if text[:1] in "([" else f"({text})" for text in texts), depth
-    )
+    first, second = (text if text[:1] in "([" else f"({text})" for text in texts)
+    return "&" not in first + second and _brackets(first, second, depth)
 
 
 def _assignments(one: str, other: str, depth: int) -> bool | None:
