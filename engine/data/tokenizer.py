@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from functools import cached_property, partial
 from os.path import commonprefix
@@ -185,7 +186,8 @@ class Tokenizer(TokenizerFile):
         special |= {key: one.content for key, one in self._file.get_added_tokens_decoder().items() if one.special}
         self.after_a_turn = self._after_a_turn()
         """What the chat template writes after an answer; "" if it does not accept a plain chat."""
-        turns = [one for one in self.encode(self.after_a_turn) if one in special]
+        turns = self.turn_ends = [one for one in self.encode(self.after_a_turn) if one in special]
+        """The special tokens in it."""
         stops = [self.one_token(text, "rollout.stop") for text in stop]
         ends = turns if prompt_template == "chat" or any(special[one] in prompt_template for one in turns) else []
         texts = made.special_tokens_map
@@ -214,12 +216,14 @@ class Tokenizer(TokenizerFile):
         return [one for one in self._transformers.get_added_vocab() if one in text and one not in known]
 
     def _after_a_turn(self) -> str:
-        turns = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": ANSWER}]
-        try:
-            text = self.render(turns, {}, begins_answer=False)
-        except BadInput:  # the users of the template report this
-            return ""
-        return text.rpartition(ANSWER)[2] if ANSWER in text else ""
+        turns = [
+            {"role": role, "content": text} for role, text in (("system", "."), ("user", "1+1="), ("assistant", ANSWER))
+        ]
+        for said in (turns[1:], turns):  # some templates need a system message, others refuse one
+            with suppress(BadInput):  # the users of the template report this
+                text = self.render(said, {}, begins_answer=False)
+                return text.rpartition(ANSWER)[2] if ANSWER in text else ""
+        return ""
 
 
 def _load_transformers(model: Path) -> PreTrainedTokenizerBase:
@@ -252,10 +256,12 @@ def _read_json(model: Path, made: PreTrainedTokenizerBase) -> bytes:
 
 
 def _open_json(json: bytes) -> Any:  # noqa: ANN401
-    """Return a tokenizer of the library `tokenizers` that neither cuts nor fills texts."""
+    """Return a tokenizer of the library `tokenizers` that neither cuts nor fills texts, nor merges at random."""
     from tokenizers import Tokenizer as Fast
 
     found = Fast.from_str(json.decode())
     found.no_truncation()
     found.no_padding()
+    if getattr(found.model, "dropout", None):
+        found.model.dropout = None
     return found

@@ -234,7 +234,7 @@ def _check_encoding(
                 f"such as {typed.most_common(1)[0][0]!r}, which the model reads as such"
             )
     for key in sorted(set.intersection(*idle)) if idle else ():
-        _warn(f"{key} changes no prompt: the chat template does not read it, or this value is its default")
+        _warn(f"{key} changes no prompt: the chat template does not read it, or prompts have the same anyway")
     return tokenizer, first
 
 

@@ -19,6 +19,7 @@ from transformers import AutoTokenizer
 
 from engine.config import Config
 from engine.data.tokenizer import Tokenizer
+from engine.model.shape import end_of_sequence_ids
 from engine.run.folder import dump_config
 from support.runs import ROOT, byte_tokenizer, wait_for
 from support.served import CONTEXT, DEADLINE_S, ENGINES, command, serving
@@ -112,6 +113,20 @@ def test_a_chat_is_put_into_the_tokenizers_template(client, url, folder):
     assert choice.message.role == "assistant"
     assert choice.message.content == tokenizer.decode(tokens_of(url, prompt=ids)["token_ids"])
     assert reply.usage.prompt_tokens == len(ids)
+
+
+def test_the_end_of_a_turn_ends_an_answer_as_in_training(client, url, folder):
+    """Not a completion, whose prompt has no turns."""
+    ids = Tokenizer(folder).encode(f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n")
+    stops = {256, 258, *end_of_sequence_ids(folder)}
+    ended = 0
+    for seed in range(6):
+        sampled = tokens_of(url, prompt=ids, max_tokens=CONTEXT - len(ids) - 1, seed=seed)["token_ids"]
+        ends = [place for place, one in enumerate(sampled, 1) if one in stops]
+        limits = {"seed": seed, "max_tokens": len(sampled)}
+        assert chat(client, **limits).usage.completion_tokens == min(ends, default=len(sampled))
+        ended += bool(ends) and sampled[ends[0] - 1] == 258
+    assert ended
 
 
 def test_a_stop_string_ends_the_text_before_it(client, url):

@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput
 from engine.instance.embedded.cache import KeyValueCache, Prefill
+from engine.model.shape import end_of_sequence_ids
 
 ROWS = 32
 """Fewest rows for oneDNN. With fewer, its overhead of about 10 µs exceeds the time it saves (measured, hidden 128)."""
@@ -84,7 +85,7 @@ class RolloutModel:
         config = self.hf.config
         base = self.hf.model
         self.vocabulary: int = self.hf.lm_head.weight.shape[0]
-        self.stop_ids = _stop_ids(self.hf, folder)
+        self.stop_ids = _stop_ids(Path(folder))
         self.kv_heads: int = config.num_key_value_heads
         self.head_dim: int = base.layers[0].self_attn.head_dim
         self.layers = [Layer(block) for block in base.layers]
@@ -358,15 +359,10 @@ def _check_supported(model: PreTrainedModel, folder: str) -> None:
         )
 
 
-def _stop_ids(model: PreTrainedModel, folder: str) -> frozenset[int]:
-    """Return the end-of-sequence ids of the generation config (or else of the config) and of the tokenizer, if there is
-    one."""
-    ids = model.generation_config.eos_token_id
-    ids = model.config.eos_token_id if ids is None else ids
-    found = set(ids) if isinstance(ids, list) else {ids}
-    if (Path(folder) / "tokenizer_config.json").is_file():
-        found.update(Tokenizer(Path(folder)).stop_ids)
-    return frozenset(found - {None})
+def _stop_ids(folder: Path) -> frozenset[int]:
+    """Return the end-of-sequence ids of the model, and of its tokenizer, if there is one."""
+    has_one = (folder / "tokenizer_config.json").is_file()
+    return end_of_sequence_ids(folder).union(Tokenizer(folder).stop_ids if has_one else ())
 
 
 def _rotary_tables(rotary: nn.Module, length: int) -> tuple[Tensor, Tensor]:

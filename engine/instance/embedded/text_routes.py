@@ -47,7 +47,8 @@ def parse_request(
         raise BadInput(f"prompt = {repr_short(text)}; it must be one text, or a list of token ids")
     prompt = tokenizer.encode(text)
     found = protocol.parse_completion(asked | {"prompt": prompt}, limits)
-    return dataclasses.replace(found, stop_ids=found.stop_ids.union(tokenizer.stop_ids)), tuple(listed)
+    ends = found.stop_ids.union(tokenizer.stop_ids, tokenizer.turn_ends if chat else ())
+    return dataclasses.replace(found, stop_ids=ends), tuple(listed)
 
 
 def _chat_text(body: JsonObject, tokenizer: Tokenizer) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 
 from engine.instance.http import COMPLETION, InstanceApp, Message, Receive, Send
 from engine.instance.vllm.backend import VllmBackend
@@ -22,10 +22,15 @@ class VllmText:
     """TextRoutes that pass requests on to vLLM's application."""
 
     def __init__(
-        self, app: Callable[[Message, Receive, Send], Awaitable[None]], backend: VllmBackend, name: str
+        self,
+        app: Callable[[Message, Receive, Send], Awaitable[None]],
+        backend: VllmBackend,
+        options: argparse.Namespace,
     ) -> None:
-        """`app`: vLLM's application. `name`: the model's name in requests and replies."""
-        self.name = name
+        """`app`: vLLM's application. `options`: with the model's name in requests and replies (`text`), and the tokens
+        that end a turn (`turn_ends`)."""
+        self.name: str = options.text
+        self._turn_ends: Sequence[int] = options.turn_ends
         self._app = app
         self._backend = backend
 
@@ -35,6 +40,8 @@ class VllmText:
         if scope["path"] == COMPLETION[1]:
             # like training prompts (data.prompt_template) and the embedded engine
             body = {"add_special_tokens": False, **body}
+        elif isinstance(given := body.get("stop_token_ids") or [], list):  # vLLM refuses anything else
+            body = body | {"stop_token_ids": [*given, *self._turn_ends]}
         content = json.dumps(body).encode()
         headers = [(key, value) for key, value in scope["headers"] if key not in OF_BODY]
         # curl sends another content type, which vLLM refuses
@@ -69,7 +76,7 @@ class Middleware:
             return
         if self._routes is None:  # created at the first request: when vLLM creates its layers there is no engine yet
             backend = VllmBackend(scope["app"].state.engine_client, self.options.routes)
-            text = VllmText(self._vllm, backend, self.options.text) if self.options.text else None
+            text = VllmText(self._vllm, backend, self.options) if self.options.text else None
             self._routes = InstanceApp(
                 backend=backend,
                 open_requests=self.options.open_requests,

@@ -239,7 +239,7 @@ def _serve(options: argparse.Namespace) -> None:
         port = sock.getsockname()[1]
         arguments = _parse_as_vllm(_vllm_arguments(options, port), options.vllm)
         if options.text:
-            _check_reading(options.model, arguments)
+            options.turn_ends = _read_turn_ends(options.model, arguments)
         import uvloop
         from vllm.entrypoints.openai.api_server import run_server_worker
 
@@ -268,19 +268,22 @@ def _parse_as_vllm(arguments: list[str], given: JsonObject) -> Any:  # noqa: ANN
     return parsed
 
 
-def _check_reading(model: str, arguments: Any) -> None:  # noqa: ANN401
-    """Raise BadInput if vLLM, with these options, reads text otherwise than the model's tokenizer.json."""
+def _read_turn_ends(model: str, arguments: Any) -> list[int]:  # noqa: ANN401
+    """Return the tokens that end a turn in the chat template. Raise BadInput if vLLM, with these options, reads text
+    otherwise than the model's tokenizer.json."""
     from vllm.tokenizers import get_tokenizer
 
     from engine.data.tokenizer import Tokenizer
 
     theirs = get_tokenizer(arguments.tokenizer or model, tokenizer_mode=arguments.tokenizer_mode)
     read = functools.partial(theirs.encode, add_special_tokens=False)
-    if difference := Tokenizer(Path(model)).compare(read, "vLLM"):
+    ours = Tokenizer(Path(model))
+    if difference := ours.compare(read, "vLLM"):
         raise BadInput(
             f"--model {model}: {difference}. Serve this model with the embedded engine, or set tokenizer_class in "
             'tokenizer_config.json to "PreTrainedTokenizerFast" if that changes it'
         )
+    return ours.turn_ends
 
 
 def _refuse_arguments(given: JsonObject, message: str) -> NoReturn:

@@ -196,6 +196,7 @@ def test_two_equal_readings_are_not_told_apart(tmp_path, trained, name):
 
 def test_what_cuts_or_fills_texts_in_the_file_does_neither(tmp_path, trained):
     file = Fast.from_str(trained["three digits"].to_str())
+    file.model.dropout = 0.5
     file.enable_truncation(3)
     file.enable_padding(length=64)
     tokenizer = Tokenizer(save_tokenizer(tmp_path, file, "PreTrainedTokenizerFast", "llama"))
@@ -249,6 +250,7 @@ WRITTEN = "<|im_start|>user\n{problem}<|im_end|>\n<|im_start|>assistant\n"
         ("chat", {"eos_token": "<|im_end|>"}, (258,)),
         ("chat", {"template": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"}, (256,)),
         ("chat", {"template": "{{ raise_exception('no') }}"}, (256,)),
+        ("chat", {"template": "{{ messages[2].content }}<|im_end|>"}, (256, 258)),  # it wants a system message
     ],
 )
 def test_the_end_of_a_turn_ends_a_response_to_a_prompt_with_turns(tagged, prompts, saved, ends):
