@@ -30,6 +30,10 @@ class Prompt:
     answer that some chat templates write (`<think>`). Like `columns`, empty in a group at the trainer."""
 
 
+TRUNCATED = "length"
+"""The `finish_reason` of a response that a length limit ended."""
+
+
 @dataclass(frozen=True)
 class Response:
     """One sampled continuation of a prompt. Its sequences look like tuples; in a response received over the wire they
@@ -43,7 +47,8 @@ class Response:
     """Pairs of (first token index, weight version). There is one pair unless the response continued under new
     weights."""
     loss_mask: Sequence[bool]
-    """Which tokens are trained; same length as token_ids."""
+    """Which tokens the model sampled; same length as token_ids. They are trained, unless the whole response is left out
+    (`is_left_out`)."""
     finish_reason: str
     """"stop" (a stop token was sampled), "length" (a limit cut it) or "abort"."""
     text: str
@@ -59,7 +64,7 @@ class Response:
     @property
     def truncated(self) -> bool:
         """Whether a length limit ended the response."""
-        return self.finish_reason == "length"
+        return self.finish_reason == TRUNCATED
 
 
 @dataclass(frozen=True)
@@ -77,19 +82,29 @@ class Score:
     """Whether the response is left out of training because its reward is unknown. It has no gradient, and the
     advantages of its group are those of the other responses. `value` is not read then."""
     correct: bool | None = None
-    """Whether the response counts as correct in pass@k; None: `value` decides (1 and above does)."""
+    """Whether the response counts as correct in pass@k and for algorithm.dynamic_sampling; None: `value` decides (1 and
+    above does; in dynamic sampling, different ones)."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Further figures by name. steps.jsonl has their means and standard deviations over the step."""
 
 
 @dataclass(frozen=True)
 class BatchScores:
-    """The scores and lengths of a step's whole batch, for advantages of batch scope."""
+    """The scores and lengths of a step's whole batch, for advantages of batch scope. All are [B][G], in the order of
+    the groups' indices."""
 
     values: tuple[tuple[float | None, ...], ...]
-    """[B][G] rewards of the groups' responses, in the order of the groups' indices; None for an excluded response."""
+    """Rewards of the responses; None for an excluded one."""
     lengths: tuple[tuple[int, ...], ...]
-    """[B][G] lengths of the responses in tokens."""
+    """All tokens of the responses."""
+    trained: tuple[tuple[int, ...], ...]
+    """Trained tokens of the responses."""
+
+
+def is_left_out(finish_reason: str, excluded: bool, mask_truncated: bool) -> bool:
+    """Return whether no token of a response is trained: its reward is unknown (`Score.excluded`), or a limit cut it and
+    algorithm.mask_truncated is on. Of the other responses the tokens in `loss_mask` are trained."""
+    return excluded or (mask_truncated and finish_reason == TRUNCATED)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ EPSILON = 1e-6
 """Added to a standard deviation before dividing by it."""
 
 Compute = Callable[[Tensor, Tensor], Tensor]
-"""(rewards, lengths of the responses in tokens) → advantages, in fp64. All are [G] for one prompt or, with scope
+"""(rewards, lengths: trained tokens of the responses) → advantages, in fp64. All are [G] for one prompt or, with scope
 "batch", [N, G] for the prompts of the step."""
 
 
@@ -93,7 +93,7 @@ def opo(rewards: Tensor, lengths: Tensor) -> Tensor:
     """A = R − Σ l R / Σ l with lengths l: the baseline with the least variance if the squared norm of a response's
     gradient is proportional to its length (OPO, arXiv:2505.23585).
 
-    0 for a group whose responses are all empty.
+    0 for a group without a trained token.
     """
     total = lengths.sum()
     if not total:
@@ -128,7 +128,7 @@ def gpg(rewards: Tensor, lengths: Tensor) -> Tensor:
 
 @advantage("reinforce_plus_plus", least=1, scope="batch")
 def reinforce_plus_plus(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """(R − mean) / std, with statistics over all tokens of the batch, where each token has its response's reward
+    """(R − mean) / std, with statistics over the trained tokens of the batch, each with its response's reward
     (REINFORCE++, arXiv:2501.03262, eq. 9). [N, G] → [N, G].
 
     The discount γ is 1, and the KL is a term of the loss instead of the reward.
@@ -138,8 +138,8 @@ def reinforce_plus_plus(rewards: Tensor, lengths: Tensor) -> Tensor:
 
 @advantage("reinforce_plus_plus_baseline", scope="batch")
 def reinforce_plus_plus_baseline(rewards: Tensor, lengths: Tensor) -> Tensor:
-    """R − mean of its group, then whitened over all tokens of the batch (REINFORCE++-baseline, arXiv:2501.03262, §3.3).
-    [N, G] → [N, G]."""
+    """R − mean of its group, then whitened over the trained tokens of the batch (REINFORCE++-baseline,
+    arXiv:2501.03262, §3.3). [N, G] → [N, G]."""
     return _whitened(torch.stack([_centred(group, group.mean()) for group in rewards]), lengths)
 
 

@@ -163,7 +163,7 @@ class Loss:
     dropped: Tensor
     """Summed weights of the tokens whose gain the correction for the rollouts sets to 0."""
     ratio_max: Tensor
-    """Largest ratio of the loss among the micro-batch's tokens; 0 without tokens, NaN if any is NaN."""
+    """Largest ratio of the loss among the micro-batch's trained tokens; 0 without any, NaN if any is NaN."""
 
 
 Gain = Callable[[Terms, Coefficients], tuple[Tensor, Tensor]]
@@ -204,7 +204,7 @@ class PolicyLoss:
             objective = objective - coefficients.kl * kl
         if coefficients.entropy:
             objective = objective + coefficients.entropy * entropy
-        ratio = self.ratio(terms).detach()
+        ratio = torch.where(weights > 0, self.ratio(terms).detach(), 0.0)
         return Loss(
             total=-objective,
             kl=kl.detach(),

@@ -182,7 +182,8 @@ class Algorithm(Table):
     a third model, as in the papers' Algorithm 1. "rollout": those that the instance returned (docs/modes.md, Which
     gradient). With train.updates above 1 "behavior" is the weights at the step's start, and "previous" is refused."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """The ratio is clipped below at 1 − clip_low. Not read by "gpg", "m2po" and "bapo"."""
+    """The ratio is clipped below at 1 − clip_low. "gspo" needs far less, since its ratio is that of a whole response:
+    3e-4, and 4e-4 for clip_high (its paper). Not read by "gpg", "m2po" and "bapo"."""
     clip_high: float = Field(default=0.2, ge=0)
     """The ratio is clipped above at 1 + clip_high. Not read by "gpg", "m2po" and "bapo"."""
     dual_clip: float = 0.0
@@ -204,12 +205,14 @@ class Algorithm(Table):
     entropy_coef: float = Field(default=0.0, ge=0)
     """Weight of the entropy bonus in the loss (entropy in nats per token). 0: no bonus."""
     dynamic_sampling: Annotated[bool, FIXED] = False
-    """Train only groups whose responses have different scores: the first train.prompts_per_step of them in prompt order
-    (DAPO, §3.2). More prompts are generated until there are enough; a step that needs more than ten times
-    train.prompts_per_step, as in verl, fails the run."""
+    """Train only groups of which some responses are right and some are not, by `Score.correct` if all of them have it,
+    else by different scores: the first train.prompts_per_step such groups in prompt order (DAPO, §3.2). More prompts
+    are generated until there are enough; a step that needs more than ten times train.prompts_per_step, as in verl,
+    fails the run."""
     overlong_buffer: int = Field(default=0, ge=0)
-    """A response that ends within this many tokens of rollout.max_new_tokens loses reward: linearly, from 0 up to
-    overlong_penalty at the limit (DAPO). 0: none does. At most rollout.max_new_tokens."""
+    """A response that ends within this many tokens of rollout.max_new_tokens (those of tools count) loses reward:
+    linearly, from 0 up to overlong_penalty at the limit (DAPO). One that rollout.max_context ends before loses none,
+    so leave room for both, or use mask_truncated. 0: none does. At most rollout.max_new_tokens."""
     overlong_penalty: float = Field(default=1.0, ge=0)
     """Reward that a response loses when it ends at rollout.max_new_tokens, with overlong_buffer above 0."""
     gradient_control: Annotated[Literal["none", "measure", "gac"] | Own, PLAN_CODE] = "none"

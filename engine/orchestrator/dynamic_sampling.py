@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from engine.algorithm.shaping import are_equal_scores
+from engine.algorithm.shaping import are_equal
 from engine.errors import MetronomeError
 from engine.wire.columns import Row, open_scores
 
@@ -80,7 +80,9 @@ class DynamicSampling:
 
 
 def is_unequal(row: Row) -> bool:
-    """Return whether the verifier's scores in the group differ by more than rounding. With scores of 0 and 1: some
-    responses are right, but not all (DAPO eq. 11). Excluded responses don't count. Reward shaping, such as the penalty
-    on long responses, is not part of these scores."""
-    return not are_equal_scores(open_scores(row))
+    """Return whether some responses of the group are right, but not all (DAPO eq. 11): by `Score.correct` if every
+    response has it, else by the verifier's scores, which must differ by more than rounding. Excluded responses don't
+    count. Reward shaping, such as the penalty on long responses, is not part of these scores."""
+    scores = [score for score in open_scores(row) if not score.excluded]
+    judged = [float(score.correct) for score in scores if score.correct is not None]
+    return not are_equal(judged if len(judged) == len(scores) else [score.value for score in scores])

@@ -117,10 +117,11 @@ class Producer:
         deadlines_count: bool = True,
         notices: RunEvents | None = None,
         programs: ProgramPool | None = None,
+        mask_truncated: bool = False,
     ) -> None:
         """`deadlines_count`: whether a response that takes longer than rollout.timeout_s counts as a failure of the
         instance. `notices`: receives problems with responses and scores. `programs`: samples responses in turns
-        (rollout.program)."""
+        (rollout.program). `mask_truncated`: algorithm.mask_truncated."""
         self._pool = pool
         self._verifier = verifier
         self._sampling = sampling
@@ -130,6 +131,7 @@ class Producer:
         self._deadlines_count = deadlines_count
         self._notices = notices or RunEvents()
         self._programs = programs
+        self._mask_truncated = mask_truncated
         self._told_rewrite = False
 
     async def run(
@@ -229,7 +231,7 @@ class Producer:
                 for episode in work.episodes.values():
                     episode.close()
             responses, verdicts = zip(*(work.done[number] for number in range(len(seeds))), strict=True)
-            row = pack_row(step, index, prompt, responses)
+            row = pack_row(step, index, prompt, responses, self._mask_truncated)
             if (experts := self._sampling.experts) is not None:
                 row = row.with_columns([pack_routes(len(prompt.token_ids), responses, experts)])
             if sampled is not None:

@@ -93,6 +93,7 @@ async def rollout_service(
                 trace=trace,
                 notices=notices,
                 programs=programs,
+                mask_truncated=config.algorithm.mask_truncated,
             )
             yield RolloutService(
                 pool=pool,

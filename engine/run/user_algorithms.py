@@ -19,7 +19,8 @@ from engine.run.user_code import UserCode, describe_error, load_function
 
 @cache
 def advantage_of(spec: str) -> Advantage:
-    """The advantage of `algorithm.advantage`. A user's function takes (rewards [G], lengths [G]) and returns [G].
+    """The advantage of `algorithm.advantage`. A user's function takes (rewards [G], lengths [G]: the trained
+    tokens of each response) and returns [G].
 
     Raises BadInput with the reason if the function cannot be loaded, fails on a group of four, or has scope "batch".
     """

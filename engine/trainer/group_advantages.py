@@ -17,7 +17,7 @@ from engine.errors import BadInput
 from engine.run.user_algorithms import advantage_of, find_loss
 from engine.run.user_code import UserCode, describe_error
 from engine.trainer.ranks.packing import tensor_of
-from engine.types import BatchScores, Group
+from engine.types import BatchScores, Group, is_left_out
 
 
 @dataclass(frozen=True)
@@ -48,9 +48,11 @@ class GroupAdvantages:
 
     def rewards(self, group: Group) -> Tensor:
         """Return [G] fp32 rewards: the verifier's values, less the penalty for overlong responses."""
-        return self._shaped(torch.tensor([score.value for score in group.scores], dtype=torch.float32), _lengths(group))
+        values = torch.tensor([score.value for score in group.scores], dtype=torch.float32)
+        return self._shaped(values, torch.tensor([len(one.token_ids) for one in group.responses], dtype=torch.float32))
 
     def _shaped(self, values: Tensor, lengths: Tensor) -> Tensor:
+        """`lengths`: all tokens of the responses, since rollout.max_new_tokens counts those of tools, too."""
         if not self.overlong_buffer:
             return values
         return values + self.overlong_penalty * soft_overlong_penalty(lengths, self.longest, self.overlong_buffer)
@@ -69,25 +71,29 @@ class GroupAdvantages:
         kept = _kept(group)
         found = torch.zeros(len(kept))
         if int(kept.sum()) >= max(1, known.least) or bool(kept.all()):
-            found[kept] = self._of_group(known, group, self.rewards(group)[kept], _lengths(group)[kept])
+            found[kept] = self._of_group(
+                known,
+                group,
+                self.rewards(group)[kept],
+                torch.tensor(self.count_tokens(group), dtype=torch.float32)[kept],
+            )
         return found
 
     def _of_batch(self, known: Advantage, batch: BatchScores) -> Tensor:
-        """Return [B, G] advantages. The function sees an excluded response with length 0 and the mean reward of its
-        group, so that it does not affect the statistics of the batch."""
+        """Return [B, G] advantages. The function sees an excluded response with no trained token and the mean reward of
+        its group, so that it does not affect the statistics of the batch."""
         rows = [[math.nan if value is None else value for value in row] for row in batch.values]
         values = torch.tensor(rows, dtype=torch.float32)
-        lengths = torch.tensor(batch.lengths, dtype=torch.float32)
         kept = ~values.isnan()
-        rewards = self._shaped(values, lengths)
+        rewards = self._shaped(values, torch.tensor(batch.lengths, dtype=torch.float32))
         means = rewards.double().nanmean(-1, keepdim=True).nan_to_num().float()
-        return known(torch.where(kept, rewards, means), lengths * kept) * kept
+        return known(torch.where(kept, rewards, means), torch.tensor(batch.trained, dtype=torch.float32)) * kept
 
-    def _of_group(self, known: Advantage, group: Group, rewards: Tensor, lengths: Tensor) -> Tensor:
+    def _of_group(self, known: Advantage, group: Group, rewards: Tensor, trained: Tensor) -> Tensor:
         if self.advantage in ADVANTAGES:
-            return known(rewards, lengths)
+            return known(rewards, trained)
         with UserCode() as attempt:
-            return known(rewards, lengths)
+            return known(rewards, trained)
         assert attempt.error is not None
         raise BadInput(
             f'algorithm.advantage = "{self.advantage}": it failed on step {group.step}, prompt {group.prompt.id}, '
@@ -100,9 +106,10 @@ class GroupAdvantages:
         return not are_equal(self.rewards(group)[_kept(group)].tolist())
 
     def mask(self, group: Group, number: int) -> Tensor:
-        """Return [tokens] fp32 of the response at `number`: 1 for trained tokens, else 0."""
+        """Return [tokens] fp32 of the response at `number`: 1 for trained tokens, else 0. Whatever counts, averages or
+        whitens tokens takes this mask, or `Row.trained`, which has its sums."""
         response = group.responses[number]
-        if group.scores[number].excluded or (self.mask_truncated and response.truncated):
+        if is_left_out(response.finish_reason, group.scores[number].excluded, self.mask_truncated):
             return torch.zeros(len(response.token_ids))
         return tensor_of(response.loss_mask, torch.float32)
 
@@ -111,18 +118,14 @@ class GroupAdvantages:
         mask = self.mask(group, number)
         return mask / mask.sum().clamp(min=1.0) if find_loss(self.loss).aggregation == "response" else mask
 
-    def count_tokens(self, group: Group) -> int:
-        """Return the number of trained response tokens of the group."""
-        return int(sum(self.mask(group, number).sum() for number in range(len(group.responses))))
+    def count_tokens(self, group: Group) -> list[int]:
+        """Return [G] numbers of trained tokens of the responses."""
+        return [int(self.mask(group, number).sum()) for number in range(len(group.responses))]
 
 
 def _kept(group: Group) -> Tensor:
     """Return [G] bool: which responses are not excluded."""
     return torch.tensor([not score.excluded for score in group.scores], dtype=torch.bool)
-
-
-def _lengths(group: Group) -> Tensor:
-    return torch.tensor([len(response.token_ids) for response in group.responses], dtype=torch.float32)
 
 
 def coefficients_of(config: Config) -> Coefficients:

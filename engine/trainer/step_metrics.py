@@ -53,6 +53,9 @@ class StepMetrics:
     micro_batches: int = 0
     scored_tokens: int = 0
     loss_tokens: int = 0
+    """Trained tokens of the responses."""
+    loss_responses: int = 0
+    """Responses with a trained token."""
     groups: int = 0
     unequal: int = 0
     """Groups whose rewards differ."""
@@ -72,13 +75,14 @@ class StepMetrics:
     expert_tokens: dict[int, list[int]] = field(default_factory=dict)
     """Tokens sent to each expert, by layer."""
 
-    def add_group(self, group: Group, loss_tokens: int, unequal: bool) -> None:
+    def add_group(self, group: Group, trained: Sequence[int], unequal: bool) -> None:
         """Count a group's responses and scores.
 
-        `loss_tokens`: number of its trained response tokens; `unequal`: whether its rewards differ.
+        `trained`: [G] trained tokens of its responses; `unequal`: whether its rewards differ.
         """
         self.groups += 1
-        self.loss_tokens += loss_tokens
+        self.loss_tokens += sum(trained)
+        self.loss_responses += sum(count > 0 for count in trained)
         self.unequal += unequal
         self.rewards += [score.value for score in group.scores if not score.excluded]
         self.excluded += sum(score.excluded for score in group.scores)
@@ -118,9 +122,9 @@ class StepMetrics:
 
         The loss of each update is divided by its own denominator; the step's loss is the mean over updates. KL,
         entropy, clip fraction and dropped share follow the loss's aggregation: means over responses of their means over
-        tokens, or means over all tokens. Each token counts once, with the values from its update. Times are means over
-        the replica groups (their leaders), in seconds. `peak`: highest operations per second of a rank's device;
-        without it "mfu" is left out.
+        tokens, or means over all tokens, of what is trained. Each token counts once, with the values from its update.
+        Times are means over the replica groups (their leaders), in seconds. `peak`: highest operations per second of a
+        rank's device; without it "mfu" is left out.
         """
         sums = [asdict(rank.metrics) for rank in ranks]
         leaders = [asdict(rank.metrics) for rank in ranks if rank.leader]
@@ -136,7 +140,7 @@ class StepMetrics:
 
     def _figures(self, denominators: Sequence[float], by_response: bool, memory: list[float]) -> TrainingFigures:
         count = max(1, len(self.lengths))
-        weight = count if by_response else max(1, self.loss_tokens)
+        weight = max(1, self.loss_responses if by_response else self.loss_tokens)
         mean, deviation = mean_and_deviation(self.rewards)
         return {
             "versions_seen": sorted(self.versions),
@@ -272,7 +276,7 @@ MERGED: dict[str, Callable[[list[Any]], Any]] = {
     **dict.fromkeys(("rewards", "statuses", "lengths"), _concatenated),
     "versions": lambda found: set(_concatenated(found)),
     **dict.fromkeys(("staleness", "continued", "truncated", "trained_tokens", "computed_tokens", "scored_tokens"), sum),
-    **dict.fromkeys(("excluded", "loss_tokens", "groups", "unequal", "operations"), sum),
+    **dict.fromkeys(("excluded", "loss_tokens", "loss_responses", "groups", "unequal", "operations"), sum),
     "losses": lambda found: [sum(of_update) for of_update in zip(*found, strict=True)],
     **dict.fromkeys(("kl", "entropy", "clipped", "dropped", "mismatch_kl"), sum),
     **dict.fromkeys(("old_ratio_max", "max_ratio_gap"), _largest_or_nan),
@@ -311,10 +315,10 @@ class StepSums:
         if not self._ranks.leader:
             return
         for group in window:
-            tokens = self._group_advantages.count_tokens(group)
+            trained = self._group_advantages.count_tokens(group)
             unequal = self._group_advantages.unequal(group)
-            self.metrics.add_group(group, tokens, unequal)
-            self._counts[group.mini_batch].add_group(tokens, unequal)
+            self.metrics.add_group(group, trained, unequal)
+            self._counts[group.mini_batch].add_group(sum(trained), unequal)
 
     def compare_logprobs(self, batch: MicroBatch, logprobs: Tensor) -> None:
         """Schedule the comparison of the trainer's [T] log-probabilities with the instances' for the end of the

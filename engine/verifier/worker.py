@@ -175,7 +175,8 @@ def _weighted_sum(rewards: Sequence[RewardFunction], scores: Sequence[Score | No
             if name in metrics:
                 raise RewardError(f"gives the metric {name} twice: rename it, or the function of this name")
             metrics[name] = number
-    judged = [score.correct for _, score in given if score.correct is not None]
+    verdicts = [score.correct if ":" in reward.spec else score.value >= 1 for reward, score in given]
+    judged = [verdict for verdict in verdicts if verdict is not None]
     return Score(
         value=value,
         status=next((score.status for _, score in given if score.status != "ok"), "ok"),

@@ -23,7 +23,7 @@ from msgspec.structs import replace
 from numpy.typing import NDArray
 
 from engine.errors import BadInput, TransferError
-from engine.types import BatchScores, Group, Prompt, Response, Score
+from engine.types import BatchScores, Group, Prompt, Response, Score, is_left_out
 
 Kind = Literal["i", "f", "?"]
 """IDS, REALS or FLAGS."""
@@ -175,6 +175,8 @@ class Row(msgspec.Struct, frozen=True, omit_defaults=True, forbid_unknown_fields
     """Number of tokens; the prompt counts once."""
     lengths: tuple[int, ...]
     """[G] tokens of each response."""
+    trained: tuple[int, ...]
+    """[G] trained tokens of each response, unless its score excludes it."""
     columns: tuple[Column, ...]
     mini_batch: int = 0
     """Number of the step's update that trains it; set by the table."""
@@ -296,8 +298,11 @@ def pack_values(name: str, values: NDArray[Any]) -> Column:
     return pack_column(name, ValuesColumn(whole.dtype.name, whole.shape, little.tobytes()))
 
 
-def pack_row(step: int, index: int, prompt: Prompt, responses: Sequence[PackedResponse]) -> Row:
-    """Pack a group whose responses are complete: the columns of the stage `generate`.
+def pack_row(
+    step: int, index: int, prompt: Prompt, responses: Sequence[PackedResponse], mask_truncated: bool = False
+) -> Row:
+    """Pack a group whose responses are complete: the columns of the stage `generate`. `mask_truncated`:
+    algorithm.mask_truncated.
 
     Lone surrogates (half a character) in the prompt's texts become "?", because UTF-8 can't encode them.
     """
@@ -323,6 +328,10 @@ def pack_row(step: int, index: int, prompt: Prompt, responses: Sequence[PackedRe
         index=index,
         tokens=len(prompt.token_ids) + sum(lengths),
         lengths=lengths,
+        trained=tuple(
+            0 if is_left_out(response.finish_reason, False, mask_truncated) else response.loss_mask.count(1)
+            for response in responses
+        ),
         columns=(pack_column(PROMPT, prompt_column), pack_column(RESPONSES, sampled), pack_column(LOGPROBS, logprobs)),
     )
 
@@ -332,10 +341,11 @@ def pack_scores(scores: Sequence[Score]) -> Column:
     return pack_column(SCORES, tuple(replaced(score, detail=_without_surrogates(score.detail)) for score in scores))
 
 
-def pack_group(group: Group) -> Row:
-    """Pack a group of opened responses with its scores and further columns. The scores of its batch are not
-    included."""
-    row = pack_row(group.step, group.index, group.prompt, tuple(map(pack_response, group.responses)))
+def pack_group(group: Group, mask_truncated: bool = False) -> Row:
+    """Pack a group of opened responses with its scores and further columns. The scores of its batch are not included.
+    `mask_truncated` as in `pack_row`."""
+    packed = tuple(map(pack_response, group.responses))
+    row = pack_row(group.step, group.index, group.prompt, packed, mask_truncated)
     further = [pack_values(name, np.asarray(values)) for name, values in group.columns.items()]
     return row.with_columns([pack_scores(group.scores), *further])
 
@@ -449,7 +459,11 @@ def batch_scores(rows: Sequence[Row], reward_weights: Mapping[str, float] | None
         tuple(None if score.excluded else score.value for score in _rewards(row, reward_weights or {}))
         for row in ordered
     )
-    return BatchScores(values, tuple(row.lengths for row in ordered))
+    trained = tuple(
+        tuple(0 if value is None else count for value, count in zip(own, row.trained, strict=True))
+        for own, row in zip(values, ordered, strict=True)
+    )
+    return BatchScores(values, tuple(row.lengths for row in ordered), trained)
 
 
 def open_response(packed: PackedResponse, decode: Decode | None = None) -> Response:

@@ -143,6 +143,11 @@ def check_inputs(
             f'"{config.algorithm.old_policy}" is clipped; GPG has neither a ratio nor a clip: use algorithm.loss = '
             '"gpg"',
         )
+    if training and config.algorithm.loss == "gspo" and not ratio_is_one(config) and config.algorithm.clip_low > 0.01:
+        _warn(
+            f"algorithm.clip_low = {config.algorithm.clip_low:g} is for ratios of tokens; the ratio of a response, "
+            "which gspo clips, seldom leaves it: its paper has clip_low = 3e-4 and clip_high = 4e-4",
+        )
     if training and config.train.updates > 1 and config.train.mode in ("sync", "periodic"):
         _warn(
             f"train.updates = {config.train.updates}: the updates of a step after its first are off-policy, since the "

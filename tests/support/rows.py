@@ -17,7 +17,8 @@ def columns_of(names, seed=0):
 
 def row_of(step, index, names=OWN, seed=0):
     tokens = tokens_of(index)
-    return Row(step=step, index=index, tokens=tokens, lengths=(tokens,), columns=columns_of(names, seed))
+    one = (tokens,)
+    return Row(step=step, index=index, tokens=tokens, lengths=one, trained=one, columns=columns_of(names, seed))
 
 
 def written_of(indices, names, seed=0):

@@ -403,6 +403,7 @@ class _Simulation:
                 index=group.index,
                 tokens=group.prompt + sum(group.lengths),
                 lengths=group.lengths,
+                trained=group.lengths,
                 columns=tuple(Column(name, b"", b"") for name in self._table.stages[TRAIN].needs),
             )
         )

@@ -75,3 +75,20 @@ def test_unequal_is_what_the_verifier_says():
     assert is_unequal(group(0, True))
     assert not is_unequal(group(0, False))
     assert not is_unequal(group(0, True, excluded=True))
+
+
+@pytest.mark.parametrize(
+    ("scores", "unequal"),
+    [
+        ([(0.2, False), (0.0, False)], False),  # all wrong, in different forms
+        ([(1.2, True), (1.0, True)], False),
+        ([(0.5, True), (0.5, False)], True),
+        ([(0.2, None), (0.0, False)], True),  # not all are judged
+    ],
+)
+def test_where_every_response_is_judged_the_verdicts_decide(scores, unequal):
+    one = numbered_group(0)
+    made = Group(
+        0, 0, one.prompt, one.responses[:1] * 2, tuple(Score(value, correct=judged) for value, judged in scores)
+    )
+    assert is_unequal(pack_group(made)) == unequal

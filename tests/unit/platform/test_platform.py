@@ -5,6 +5,7 @@ import subprocess
 import sys
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -108,12 +109,13 @@ def test_all_random_streams_come_back():
     def draw():
         with get_cuda_rng_tracker().fork():
             inside = torch.rand(3)
-        return random.random(), torch.rand(3), inside
+        return (random.random(), np.random.normal()), torch.rand(3), inside  # an odd number: numpy keeps the second one
 
     with platform.single_session(cpu, seed=5):
         state = cpu.rng_state()
         assert set(state) == {
             "python",
+            "numpy",
             "cpu",
             *(f"megatron.{name}-parallel-rng" for name in ("data", "model", "expert")),
         }
@@ -135,9 +137,9 @@ def test_a_session_starts_the_same_streams_for_the_same_seed():
     draws = []
     for seed in (7, 7, 8):
         with platform.single_session(platform.get_platform("cpu"), seed):
-            draws.append(torch.rand(4))
-    assert torch.equal(draws[0], draws[1])
-    assert not torch.equal(draws[0], draws[2])
+            draws.append((random.random(), np.random.normal(), *torch.rand(2).tolist()))
+    assert draws[0] == draws[1]
+    assert not set(draws[0]) & set(draws[2])
 
 
 @pytest.mark.parametrize(

@@ -56,7 +56,7 @@ def test_each_unit_gets_back_what_it_was_given_in_its_order(tmp_path):
 def test_the_scores_of_a_batch_come_back_with_its_window(tmp_path):
     path = tmp_path / "record.msgpack"
     recorder = RecordWriter(path, CONFIG, 0)
-    scores = BatchScores(((1.0,),) * 3, ((2,),) * 3)
+    scores = BatchScores(((1.0,),) * 3, ((2,),) * 3, ((2,),) * 3)
     recorder.add_window(0, Window(0, (group(0), group(1), group(2)), scores))
     recorder.flush()
     (window,) = Replay(path, 0, 3, {}).windows(0)

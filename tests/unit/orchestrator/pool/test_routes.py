@@ -129,7 +129,7 @@ async def test_a_response_without_a_token_has_no_routes(instance):
 def open_group_values(column):
     from engine.wire.columns import Row
 
-    return open_group(Row(step=0, index=0, tokens=0, lengths=(), columns=(column,))).columns["routes"]
+    return open_group(Row(step=0, index=0, tokens=0, lengths=(), trained=(), columns=(column,))).columns["routes"]
 
 
 def test_a_layer_of_many_experts_has_two_bytes_for_each():
