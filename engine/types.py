@@ -30,10 +30,6 @@ class Prompt:
     answer that some chat templates write (`<think>`). Like `columns`, empty in a group at the trainer."""
 
 
-TRUNCATED = "length"
-"""The `finish_reason` of a response that a length limit ended."""
-
-
 @dataclass(frozen=True)
 class Response:
     """One sampled continuation of a prompt. Its sequences look like tuples; in a response received over the wire they
@@ -64,7 +60,7 @@ class Response:
     @property
     def truncated(self) -> bool:
         """Whether a length limit ended the response."""
-        return self.finish_reason == TRUNCATED
+        return self.finish_reason == "length"
 
 
 @dataclass(frozen=True)
@@ -104,7 +100,7 @@ class BatchScores:
 def is_left_out(finish_reason: str, excluded: bool, mask_truncated: bool) -> bool:
     """Return whether no token of a response is trained: its reward is unknown (`Score.excluded`), or a limit cut it and
     algorithm.mask_truncated is on. Of the other responses the tokens in `loss_mask` are trained."""
-    return excluded or (mask_truncated and finish_reason == TRUNCATED)
+    return excluded or (mask_truncated and finish_reason == "length")
 
 
 @dataclass(frozen=True)

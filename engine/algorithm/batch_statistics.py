@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
@@ -14,6 +15,8 @@ from engine.algorithm.kl import ratio_of
 TOLERANCE = 1e-6
 """How far BAPO's share may be below its target. At ratio 1 and equal lengths the share is exactly a half, up to
 rounding."""
+STEP = 0.05
+"""Amount by which a bound of BAPO rises at a time."""
 
 
 @dataclass(frozen=True)
@@ -26,23 +29,28 @@ class BatchTokens:
     """[T] each token's advantage, which is its response's."""
 
 
-@dataclass(frozen=True)
-class BatchLossSettings:
-    """Constants of the batch-scope losses (config: algorithm.m2po and algorithm.bapo)."""
+class Coefficients(Protocol):
+    """Keys of the table `algorithm` that a loss and its statistics may read (docs/configuration.md). A loss reads none
+    that has no effect on it."""
 
-    second_moment: float = 0.04
-    """M2PO: largest mean of (log ratio)² over outward tokens (τ)."""
-    share: float = 0.5
-    """BAPO: smallest share of the surrogate that tokens with A > 0 should contribute (ρ0)."""
-    low: tuple[float, float] = (0.6, 0.9)
-    """BAPO: lower bound of the ratio, from start to limit."""
-    high: tuple[float, float] = (1.2, 3.0)
-    """BAPO: upper bound of the ratio, from start to limit."""
-    step: float = 0.05
-    """BAPO: amount by which a bound rises at a time."""
+    clip_low: float
+    clip_high: float
+    dual_clip: float
+    kl_coef: float
+    entropy_coef: float
+    mismatch_limit: float
+    mismatch_reject_limit: float
+    kl_estimator: Literal["k1", "k2", "k3"]
+    mismatch: Literal["none", "truncate", "mask"]
+    mismatch_level: Literal["token", "sequence"]
+    mismatch_reject: Literal["none", "token", "sequence", "geometric"]
+    m2po: Any
+    """The table `algorithm.m2po`."""
+    bapo: Any
+    """The table `algorithm.bapo`."""
 
 
-Statistics = Callable[[BatchTokens, BatchLossSettings], tuple[float, ...]]
+Statistics = Callable[[BatchTokens, Coefficients], tuple[float, ...]]
 """Numbers about the whole batch that a loss needs. They must not depend on the order of the tokens."""
 
 
@@ -52,7 +60,7 @@ def outward_mask(log_ratios: Tensor, advantages: Tensor) -> Tensor:
     return log_ratios.sign() * advantages.sign() > 0  # the product of the values may be too small for a float
 
 
-def second_moment_limit(tokens: BatchTokens, limits: BatchLossSettings) -> tuple[float]:
+def second_moment_limit(tokens: BatchTokens, coefficients: Coefficients) -> tuple[float]:
     """(limit,): outward tokens with a larger (log r)² are masked, so that its mean is at most τ.
 
     The mean is over the tokens kept (M2PO, Algorithm 1). The authors' release (Infini-AI-Lab/M2PO, core_algos.py) takes
@@ -64,28 +72,29 @@ def second_moment_limit(tokens: BatchTokens, limits: BatchLossSettings) -> tuple
     total = moments.cumsum(0)
     number = torch.arange(1, moments.numel() + 1, dtype=torch.float64)
     means = total / number
-    if not bool((means[-1:] > limits.second_moment).any()):
+    if not bool((means[-1:] > coefficients.m2po.threshold).any()):
         return (math.inf,)
-    keep = int((means <= limits.second_moment).sum())  # running means of ascending values ascend
+    keep = int((means <= coefficients.m2po.threshold).sum())  # running means of ascending values ascend
     masked = float(moments[keep])
     kept = moments[moments < masked]
     return ((float(kept[-1]) if kept.numel() else 0.0) / 2 + masked / 2,)
 
 
-def balanced_bounds(tokens: BatchTokens, limits: BatchLossSettings) -> tuple[float, float]:
+def balanced_bounds(tokens: BatchTokens, coefficients: Coefficients) -> tuple[float, float]:
     """Bounds (c_low, c_high) of the ratio at which tokens with A > 0 contribute the target share of the clipped
     surrogate, P / (P + N) ≥ ρ0 (BAPO, eq. 8, Algorithm 1).
 
     They start at (a⁻, a⁺) and rise to at most (b⁻, b⁺), first c_high, then c_low. If both limits are reached, the share
     stays below the target.
     """
+    limits = coefficients.bapo
     low = limits.low[0]
     high = limits.high[0]
     while positive_share(tokens, low, high) < limits.share - TOLERANCE:
         if high < limits.high[1]:
-            high = min(high + limits.step, limits.high[1])
+            high = min(high + STEP, limits.high[1])
         elif low < limits.low[1]:
-            low = min(low + limits.step, limits.low[1])
+            low = min(low + STEP, limits.low[1])
         else:
             break
     return low, high

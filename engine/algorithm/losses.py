@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal
 
@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from engine.algorithm.batch_statistics import (
-    BatchLossSettings,
+    Coefficients,
     Statistics,
     balanced_bounds,
     outward_mask,
@@ -123,41 +123,15 @@ class Terms:
 
 
 @dataclass(frozen=True)
-class Coefficients:
-    """Coefficients of the loss, by the keys of the table `algorithm`."""
-
-    clip_low: float
-    clip_high: float
-    kl: float
-    """Weight of the KL term (`kl_coef`)."""
-    entropy: float
-    """Weight of the entropy bonus (`entropy_coef`)."""
-    dual_clip: float = 0.0
-    """Largest ratio at which a token with A < 0 counts; 0: no bound."""
-    kl_estimator: str = "k3"
-    mismatch: str = "none"
-    """Kind of `correction_weights` that multiply the gains ("truncate", "mask"); "none": no correction."""
-    mismatch_level: str = "token"
-    """Level of the ratio that is corrected ("token", "sequence")."""
-    mismatch_limit: float = 2.0
-    mismatch_reject: str = "none"
-    """Level of the ratio that drops a token if it is far from 1 ("token", "sequence", "geometric"); "none": no
-    rejection."""
-    mismatch_reject_limit: float = 2.0
-    limits: BatchLossSettings = field(default_factory=BatchLossSettings)
-    """Constants of the losses of batch scope."""
-
-
-@dataclass(frozen=True)
 class Loss:
     """Weighted sums over the micro-batch's tokens, which the step divides. Only `total` carries a gradient."""
 
     total: Tensor
     """Sum of the loss, including its KL and entropy terms."""
     kl: Tensor
-    """Sum of the KL estimates, without their coefficient."""
+    """Sum of the KL estimates, without `kl_coef`."""
     entropy: Tensor
-    """Sum of the entropies in nats, without their coefficient."""
+    """Sum of the entropies in nats, without `entropy_coef`."""
     clipped: Tensor
     """Summed weights of the tokens at which the clip or the mask is active."""
     dropped: Tensor
@@ -201,9 +175,9 @@ class PolicyLoss:
         kl = gain.new_zeros(())
         if terms.reference is not None:
             kl = (KL[coefficients.kl_estimator](terms.logprobs, terms.reference) * weights).sum()
-            objective = objective - coefficients.kl * kl
-        if coefficients.entropy:
-            objective = objective + coefficients.entropy * entropy
+            objective = objective - coefficients.kl_coef * kl
+        if coefficients.entropy_coef:
+            objective = objective + coefficients.entropy_coef * entropy
         ratio = torch.where(weights > 0, self.ratio(terms).detach(), 0.0)
         return Loss(
             total=-objective,

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
-
-from engine.types import Score
 
 if TYPE_CHECKING:
     from torch import Tensor  # takes seconds to import, which a comparison of scores does not need
@@ -22,11 +20,6 @@ def are_equal(rewards: Sequence[float]) -> bool:
     low = min(rewards)
     high = max(rewards)
     return high - low <= ROUNDING * max(abs(low), abs(high))
-
-
-def are_equal_scores(scores: Iterable[Score]) -> bool:
-    """Whether the scores that are not excluded are equal up to rounding."""
-    return are_equal([score.value for score in scores if not score.excluded])
 
 
 def soft_overlong_penalty(lengths: Tensor, longest: int, buffer: int) -> Tensor:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt, field_validator, model_validator
 
-from engine.config.marks import CONTENT, FIXED, FIXED_FILES, FIXED_SETS, PLACE, REWARD_CODE
+from engine.config.marks import CONTENT, FIXED, FIXED_FILES, FIXED_SETS, PLACE, REWARD_CODE, ReadIf
 from engine.config.table import Table
 
 NAME = re.compile("([A-Za-z0-9_-][A-Za-z0-9._-]*)?")
@@ -223,6 +223,12 @@ class WeightedReward(Table):
     """Name of its figures. Empty: the name of the function."""
 
 
+OWN_CODE = ReadIf(
+    lambda config: config.rollout.program or any(":" in one.function for one in config.reward.named),
+    "with a reward of your own or rollout.program",
+)
+
+
 class Reward(Table):
     """How a response is scored."""
 
@@ -243,10 +249,10 @@ class Reward(Table):
     are those of `on_timeout`. A built-in reward never stops a run: with "stop" it scores 0."""
     workers: PositiveInt = 1
     """Number of verifier processes. One keeps up with a small model; raise it when verifying is slow."""
-    memory_gb: float = Field(default=16.0, ge=0)
+    memory_gb: Annotated[float, OWN_CODE] = Field(default=16.0, ge=0)
     """Limit in GiB of the memory (RLIMIT_DATA) of each process of a reward of your own: beyond it, it gets a
     MemoryError. A built-in reward has 0.5 GiB. 0: no limit."""
-    environment: list[str] = []
+    environment: Annotated[list[str], OWN_CODE] = []
     """Names of further environment variables that a reward may see, for example the key of a judge. It sees PATH, HOME,
     locale, caches, devices and Python's own, but neither METRONOME_TOKEN nor keys of S3 or MLflow."""
 

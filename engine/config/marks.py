@@ -1,14 +1,16 @@
-"""What a resumed run may do with a key, said on the key itself: a mark in its annotation.
+"""What is said about a key on the key itself: marks in its annotation, or in that of its table.
 
-A key without a mark may change freely. The mark of a table counts for those of its keys that have none of their own.
+`Mark`: what a resumed run may do with it. Without one it may change freely; the innermost counts. `ReadIf`: when it is
+read. Without one it is read in every run, or whenever something happens (an instance dies); all of them must hold.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from engine.config.table import Table, is_table
 
@@ -53,15 +55,45 @@ CONTENT = Mark("content")
 REWARD_CODE = Mark("content", part="reward")
 
 
-def marked_keys(table: type[Table], prefix: str = "", above: Mark | None = None) -> Iterator[tuple[str, Mark]]:
-    """(dotted key, mark) of all keys inside a table that have one. Tables that the recipe names are one key. `above`:
-    the mark of the table."""
+OWN = "a function of your own"
+"""Among the values of `only_with`: any function of the user's."""
+
+
+@dataclass(frozen=True)
+class ReadIf:
+    """The condition without which nothing reads a key, so that it has no effect."""
+
+    condition: Callable[[Any], bool]
+    """Takes the config."""
+    words: str
+    """The condition for people, after "it is only read"."""
+
+
+def only_with(key: str, *values: str) -> ReadIf:
+    """The key is read if another `key` has one of these values; without any, if that is neither 0, off nor empty."""
+
+    def holds(config: Any) -> bool:  # noqa: ANN401
+        found = attrgetter(key)(config)
+        return found in values or (OWN in values and ":" in found) if values else bool(found)
+
+    named = " or ".join(value if value == OWN else f'"{value}"' for value in values)
+    return ReadIf(holds, f"with {key}" + (f" = {named}" if values else ""))
+
+
+_M = TypeVar("_M")
+
+
+def marked_keys(
+    table: type[Table], kind: type[_M], prefix: str = "", above: tuple[_M, ...] = ()
+) -> Iterator[tuple[str, tuple[_M, ...]]]:
+    """(dotted key, its marks of this kind) of all keys inside a table that have one, its own after those of its tables.
+    Tables that the recipe names are one key. `above`: the marks of the table."""
     for name, field in table.model_fields.items():
-        mark = next((one for one in field.metadata if isinstance(one, Mark)), above)
+        marks = (*above, *(one for one in field.metadata if isinstance(one, kind)))
         if is_table(field.annotation):
-            yield from marked_keys(field.annotation, f"{prefix}{name}.", mark)
-        elif mark is not None:
-            yield f"{prefix}{name}", mark
+            yield from marked_keys(field.annotation, kind, f"{prefix}{name}.", marks)
+        elif marks:
+            yield f"{prefix}{name}", marks
 
 
 def value_of(tables: Mapping[str, Any], key: str) -> Any:  # noqa: ANN401

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt, WithJsonSchema, field_validator
 
+from engine.config.marks import only_with
 from engine.config.table import Table
 
 NAMES = {"anyOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
@@ -39,7 +40,7 @@ class Evaluate(Table):
     every: int = Field(default=0, ge=0)
     """Steps between two evaluations in a running training, beginning with step 0; the last step has none. They run on
     the run's own instances (docs/evaluation.md). 0: never."""
-    max_wait_s: float = Field(default=300.0, ge=0)
+    max_wait_s: Annotated[float, only_with("evaluate.every")] = Field(default=300.0, ge=0)
     """Longest time in seconds that training waits for an evaluation of `every`. One that takes longer is dropped and
     reported. 0: training does not wait."""
 

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt
 
-from engine.config.marks import FIXED, PLAN, REWARD_CODE
+from engine.config.marks import FIXED, PLAN, REWARD_CODE, only_with
 from engine.config.table import Table
 
 SET_ELSEWHERE = {
@@ -126,9 +126,9 @@ class Rollout(Table):
     """Rollouts of several turns: a function of your own, "file.py:function" or "package.module:function", that samples
     each response in turns and says what stands between them (docs/programs.md). It runs in `reward.workers` processes
     of its own, and fails as a reward does (`reward.on_error`, `reward.on_timeout`). Empty: a response is one turn."""
-    program_timeout_s: PositiveFloat = 60.0
+    program_timeout_s: Annotated[PositiveFloat, only_with("rollout.program")] = 60.0
     """Seconds that a program may take for one response, without the time in which its turns are sampled."""
-    max_turns: PositiveInt = 16
+    max_turns: Annotated[PositiveInt, only_with("rollout.program")] = 16
     """Largest number of turns of a response of a program. `max_new_tokens` counts all of its turns and what the program
     has put between them."""
     partial: bool = False
@@ -182,11 +182,11 @@ class Queue(Table):
     """"orchestrator": in the orchestrator's memory. "transferqueue": in the storage units of TransferQueue, AsyncFlow's
     library (`pip install metronome[transferqueue]`): processes on the orchestrator's machine, or on the nodes of a Ray
     cluster (docs/rollouts.md). It needs unauthenticated = true."""
-    address: str = ""
+    address: Annotated[str, only_with("queue.store", "transferqueue")] = ""
     """Address "host:port" of a running Ray cluster, on each of whose nodes a storage unit starts (with cluster.engine =
     "ray": on each of the run's nodes); "auto": that of the orchestrator's machine. The orchestrator's machine must be
     one of its nodes. Empty: Metronome starts Ray on loopback on the orchestrator's machine."""
-    unauthenticated: bool = False
+    unauthenticated: Annotated[bool, only_with("queue.store", "transferqueue")] = False
     """Allow a store without passwords: with "transferqueue" every user of the orchestrator's machine can read and
     change the groups, and run code as the user of the run. With an address, so can whoever reaches the cluster's nodes
     over the network, and code runs as the user of Ray there."""
@@ -201,7 +201,7 @@ class Weights(Table):
     staged: bool = False
     """Send the weights to the instances' host memory in the background, and swap them in at the step's boundary
     (AsyncFlow §4.2.3). With "nccl" and "hccl" it needs `rollout.tensor` = 1."""
-    interface: str = ""
+    interface: Annotated[str, only_with("weights.transport", "gloo", "nccl", "hccl")] = ""
     """Network interface of a trainer's node, "eth0" for example, through which instances on other machines reach the
     sender of the weights ("gloo", "nccl", "hccl"). Empty: the address of the host's name or, if that is loopback, the
     address from which the node reaches `parallel.rendezvous` or listens for instances (`rollout.listen`)."""

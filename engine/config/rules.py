@@ -348,17 +348,11 @@ def _largest_staleness(config: Tree) -> int:
     return {"sync": 0, "periodic": 0, "one_step_off": 1}.get(config.train.mode, config.train.max_staleness)
 
 
-def ratio_is_one(config: Tree) -> bool:
-    """Whether the ratio π / π_old of every token is 1, as it is with the policy's own log-probabilities at the only
-    update of a batch."""
-    return config.algorithm.old_policy == "behavior" and config.train.updates == 1
-
-
 def _check_ratio(config: Tree) -> None:
     loss = config.algorithm.loss
     if loss not in BATCH_SCOPE_LOSSES:
         return
-    if ratio_is_one(config):
+    if config.ratio_is_one:
         raise ValueError(
             f'algorithm.loss = "{loss}" acts on ratios other than 1, and algorithm.old_policy = "behavior" makes every '
             'ratio of a batch\'s only update 1: it needs algorithm.old_policy = "rollout" (or "previous" with a '

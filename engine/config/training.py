@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import re
 from typing import Annotated, Literal
 
 from pydantic import AfterValidator, Field, PositiveFloat, PositiveInt, Strict, model_validator
 
-from engine.config.marks import FIXED, FIXED_CODE, PLAN, PLAN_CODE
+from engine.config.marks import FIXED, FIXED_CODE, OWN, PLAN, PLAN_CODE, ReadIf, only_with
 from engine.config.table import Table
 
 Step = Annotated[int, Field(ge=0)]
@@ -70,7 +71,9 @@ class Train(Table):
     schedule: Annotated[Literal["constant", "linear", "cosine"], FIXED] = "constant"
     """Course of the learning rate after the warm-up. "linear" and "cosine" fall to min_learning_rate at the
     run's last update."""
-    min_learning_rate: Annotated[float, PLAN] = Field(default=0.0, ge=0)
+    min_learning_rate: Annotated[float, PLAN, only_with("train.schedule", "linear", "cosine")] = Field(
+        default=0.0, ge=0
+    )
     """Learning rate at the end of a schedule that falls; at most learning_rate."""
     warmup_steps: Annotated[int, PLAN] = Field(default=0, ge=0)
     """Updates in which the learning rate rises linearly to its peak; at most those of the run, and fewer if the
@@ -113,6 +116,18 @@ class Train(Table):
     """Seconds without a sign of life between trainer and orchestrator after which the run fails. While the trainer
     loads its models, it has rollout.timeout_s more. A trainer outside the run has as long for a window before the
     window is leased again (docs/service.md)."""
+
+
+RATIOS = ReadIf(
+    lambda config: ":" in config.algorithm.loss or not config.ratio_is_one,
+    "where a ratio may differ from 1: with another algorithm.old_policy or train.updates above 1 (docs/modes.md, Which "
+    "gradient)",
+)
+GAC = only_with("algorithm.gradient_control", "gac", OWN)
+MISMATCH = only_with("algorithm.mismatch", "truncate", "mask")
+REJECT = only_with("algorithm.mismatch_reject", "token", "sequence", "geometric")
+RAY = only_with("cluster.engine", "ray")
+CLIPS = only_with("algorithm.loss", "grpo", "dapo", "dr_grpo", "gspo", "cispo", OWN)
 
 
 class M2po(Table):
@@ -181,25 +196,25 @@ class Algorithm(Table):
     on-policy data gives the policy gradient. "previous": those of the weights before the last update, which are kept as
     a third model, as in the papers' Algorithm 1. "rollout": those that the instance returned (docs/modes.md, Which
     gradient). With train.updates above 1 "behavior" is the weights at the step's start, and "previous" is refused."""
-    clip_low: float = Field(default=0.2, ge=0, lt=1)
+    clip_low: Annotated[float, CLIPS, RATIOS] = Field(default=0.2, ge=0, lt=1)
     """The ratio is clipped below at 1 − clip_low. "gspo" needs far less, since its ratio is that of a whole response:
     3e-4, and 4e-4 for clip_high (its paper). Not read by "gpg", "m2po" and "bapo"."""
-    clip_high: float = Field(default=0.2, ge=0)
+    clip_high: Annotated[float, CLIPS, RATIOS] = Field(default=0.2, ge=0)
     """The ratio is clipped above at 1 + clip_high. Not read by "gpg", "m2po" and "bapo"."""
-    dual_clip: float = 0.0
+    dual_clip: Annotated[float, RATIOS] = 0.0
     """Largest ratio with which a token with A < 0 counts, which clip_low and clip_high leave unbounded (dual-clip PPO;
     verl's clip_ratio_c). Above 1; 0: no bound, as in the papers. verl's default is 3. Only for "grpo", "dapo" and
     "dr_grpo"; the other losses of Metronome refuse it."""
-    m2po: M2po = M2po()
+    m2po: Annotated[M2po, only_with("algorithm.loss", "m2po", OWN)] = M2po()
     """Settings of the loss "m2po"."""
-    bapo: Bapo = Bapo()
+    bapo: Annotated[Bapo, only_with("algorithm.loss", "bapo", OWN)] = Bapo()
     """Settings of the loss "bapo"."""
     routing_replay: bool = False
     """Compute each token with the experts that computed it in the instance (R3), in policy, old policy and reference.
     Only for mixtures of experts, and with rollout.engine = "vllm" (docs/algorithms.md)."""
     kl_coef: Annotated[float, FIXED] = Field(default=0.0, ge=0)
     """Weight β of the KL term between policy and reference. 0: no KL term, and no reference model is loaded."""
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: Annotated[Literal["k1", "k2", "k3"], only_with("algorithm.kl_coef")] = "k3"
     """Estimate of the KL of one token. With x = log π_ref − log π: "k1" is −x, "k2" is x²/2, "k3" is e^x − x − 1
     (Periodic Asynchrony eq. 6)."""
     entropy_coef: float = Field(default=0.0, ge=0)
@@ -213,18 +228,19 @@ class Algorithm(Table):
     """A response that ends within this many tokens of rollout.max_new_tokens (those of tools count) loses reward:
     linearly, from 0 up to overlong_penalty at the limit (DAPO). One that rollout.max_context ends before loses none,
     so leave room for both, or use mask_truncated. 0: none does. At most rollout.max_new_tokens."""
-    overlong_penalty: float = Field(default=1.0, ge=0)
+    overlong_penalty: Annotated[float, only_with("algorithm.overlong_buffer")] = Field(default=1.0, ge=0)
     """Reward that a response loses when it ends at rollout.max_new_tokens, with overlong_buffer above 0."""
     gradient_control: Annotated[Literal["none", "measure", "gac"] | Own, PLAN_CODE] = "none"
     """What is done about the cosine between the gradients of consecutive steps. "measure" reports it, "gac" bounds it
     (GAC, Algorithm 1); both keep one copy of the gradient. A function of your own is "file.py:function"."""
-    gac_low: Threshold = 0.1
+    gac_low: Annotated[Threshold, only_with("algorithm.gradient_control", "measure", "gac", OWN)] = 0.1
     """Absolute cosine up to which GAC makes an update as it is. Above it, up to gac_high, the gradient is turned until
-    its absolute cosine is gac_low. "auto": taken from the run's first steps (modes "sync" and "periodic")."""
-    gac_high: Threshold = 0.3
+    its absolute cosine is gac_low. "measure" tells when the mean leaves it. "auto": taken from the run's first steps
+    (modes "sync" and "periodic")."""
+    gac_high: Annotated[Threshold, GAC] = 0.3
     """Absolute cosine above which GAC skips the update; must be above gac_low. "auto" as for gac_low. The default is
     unconfirmed: our copy of the paper lacks its values."""
-    gac_skips: PositiveInt | Literal["staleness"] = "staleness"
+    gac_skips: Annotated[PositiveInt | Literal["staleness"], GAC] = "staleness"
     """Largest number of updates that GAC skips in a row; the next one is made, turned as below gac_high. "staleness":
     train.max_staleness, which is 1 in modes without it. After that many skips the weights have not changed for as long
     as a response may be old, so staleness is no longer a reason to skip. The paper has no bound: a direction that
@@ -237,15 +253,15 @@ class Algorithm(Table):
     whose w is outside of 1/mismatch_limit to mismatch_limit. With old_policy = "behavior" in an off-policy mode this is
     verl's decoupled loss. Refused with old_policy = "rollout", and with "previous" at a staleness above 1
     (docs/algorithms.md)."""
-    mismatch_level: Literal["token", "sequence"] = "token"
+    mismatch_level: Annotated[Literal["token", "sequence"], MISMATCH] = "token"
     """What w is computed over. "token": each token. "sequence": the product over the trained tokens of its response."""
-    mismatch_limit: float = Field(default=2.0, gt=1)
+    mismatch_limit: Annotated[float, MISMATCH] = Field(default=2.0, gt=1)
     """Largest factor that `mismatch` leaves as it is; for "mask" the smallest is 1/mismatch_limit."""
     mismatch_reject: Literal["none", "token", "sequence", "geometric"] = "none"
     """Drop tokens whose w is outside of 1/mismatch_reject_limit to mismatch_reject_limit, and leave the weight of the
     others alone. w is that of the token, the product over its response, or the geometric mean over it, which does not
     depend on its length. With old_policy = "rollout" it is π / π_rollout. Goes with or without `mismatch`."""
-    mismatch_reject_limit: float = Field(default=2.0, gt=1)
+    mismatch_reject_limit: Annotated[float, REJECT] = Field(default=2.0, gt=1)
     """Largest w that mismatch_reject keeps. 2 suits "token"; verl's examples have about 1.001 for "geometric"."""
 
 
@@ -360,18 +376,25 @@ class Cluster(Table):
     which this machine is a node (`pip install metronome[ray]`). It gets all instances (`rollout.instances` and
     `dry_run.joining` together), the further trainer nodes, and the devices of the first one; an instance or node that
     dies starts again where there is room."""
-    address: str = "auto"
+    address: Annotated[str, RAY] = "auto"
     """Address "host:port" of the Ray cluster's head; "auto": the cluster of this machine."""
-    wait_s: PositiveFloat = 600.0
+    wait_s: Annotated[PositiveFloat, RAY] = 600.0
     """Seconds that a run waits for Ray to have room for it, at its start, and before it resumes after the death of a
     trainer node."""
-    least_nodes: int = Field(default=0, ge=0)
+    least_nodes: Annotated[int, RAY] = Field(default=0, ge=0)
     """Trainer nodes with which a run goes on if others have died and Ray has none to replace them within a minute:
     `parallel.data` shrinks with `parallel.nodes`, and each later attempt asks for all nodes again. 0: all of them, for
     which the run waits."""
-    most_instances: int = Field(default=0, ge=0)
+    most_instances: Annotated[int, RAY] = Field(default=0, ge=0)
     """Number of instances that a run may have while the cluster has room. It starts with those of `rollout.instances`
     and `dry_run.joining`, and takes others between two steps. 0: only those."""
+
+
+EVALUATED = ReadIf(
+    lambda config: 0 < math.lcm(config.checkpoint.every, config.evaluate.every) < config.train.steps - 1,
+    "where a checkpoint is evaluated: set evaluate.every and checkpoint.every so that one divides the other, both "
+    "below train.steps - 1",
+)
 
 
 class Checkpoint(Table):
@@ -382,7 +405,7 @@ class Checkpoint(Table):
     """Steps between two checkpoints. The last step always has one; 0: only the last step."""
     keep_last: PositiveInt = 2
     """Number of newest checkpoints that are kept. Older ones are deleted once a newer one is complete."""
-    keep_best: int = Field(default=0, ge=0)
+    keep_best: Annotated[int, EVALUATED] = Field(default=0, ge=0)
     """Number of checkpoints that are kept too because an evaluation of `evaluate.every` (avg@k on the first benchmark)
     said most of them, the newest included. RUN/checkpoints/best is the best of them (docs/evaluation.md)."""
     path: str = ""

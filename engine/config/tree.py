@@ -72,6 +72,12 @@ class Tree(Table):
         return "bfloat16" if "bfloat16" in (self.train.dtype, self.model.dtype) else "float32"
 
     @property
+    def ratio_is_one(self) -> bool:
+        """Whether the ratio π / π_old of every token is 1, as it is with the policy's own log-probabilities at the only
+        update of a batch."""
+        return self.algorithm.old_policy == "behavior" and self.train.updates == 1
+
+    @property
     def window_tokens(self) -> int:
         """Token budget of a window. A pipeline idles while it fills and drains, once in each window, so its window may
         have several micro-batches."""

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from engine.algorithm.alignment import RECENT
-from engine.algorithm.shaping import are_equal_scores
+from engine.algorithm.shaping import are_equal
 from engine.types import Score
 from engine.wire.columns import PackedResponse
 
@@ -113,7 +113,7 @@ class RunEvents:
         empty = sum(response.finish_reason == "stop" and response.length <= 1 for response in responses)
         self.share("responses", "responses are empty: they end with their first token", empty, size)
         if self._trained:
-            equal = are_equal_scores(scores)
+            equal = are_equal([score.value for score in scores if not score.excluded])
             self.share("rewards", "groups have equal scores and teach nothing (equal_groups)", int(equal), 1)
         for wanted, what in _FAULTS.items():
             wrong = [score.detail for score in scores if (score.status, score.excluded) == wanted]

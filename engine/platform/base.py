@@ -12,7 +12,6 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, ClassVar
 
-import numpy as np
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
@@ -88,14 +87,13 @@ class Platform(ABC):
         writes the trace `name` into `folder`."""
 
     def rng_state(self) -> dict[str, Tensor]:
-        """Return the states of the random generators by name, each as a uint8 tensor on the host: "python", "numpy",
-        "cpu" (torch) and those of Megatron's tracker. An accelerator adds its device's state."""
+        """Return the states of the random generators by name, each as a uint8 tensor on the host: "python", "cpu"
+        (torch) and those of Megatron's tracker. An accelerator adds its device's state."""
         from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
         tracked = get_cuda_rng_tracker().get_states()
         return {
-            "python": _json_tensor(random.getstate()),
-            "numpy": _json_tensor(np.random.get_state(legacy=False)),
+            "python": torch.frombuffer(bytearray(json.dumps(random.getstate()).encode()), dtype=torch.uint8),
             "cpu": torch.get_rng_state(),
             **{TRACKED + name: state.cpu() for name, state in tracked.items()},
         }
@@ -112,15 +110,9 @@ class Platform(ABC):
             )
         version, internal, gauss = json.loads(bytes(state["python"].tolist()))
         random.setstate((version, tuple(internal), gauss))
-        np.random.set_state(json.loads(bytes(state["numpy"].tolist())))
         torch.set_rng_state(state["cpu"])
         tracked = {name.removeprefix(TRACKED): value for name, value in state.items() if name.startswith(TRACKED)}
         get_cuda_rng_tracker().set_states(tracked)
-
-
-def _json_tensor(state: object) -> Tensor:
-    """Return a generator's state as JSON in a uint8 tensor."""
-    return torch.frombuffer(bytearray(json.dumps(state, default=np.ndarray.tolist).encode()), dtype=torch.uint8)
 
 
 def torch_profiler(folder: Path, name: str, activities: Iterable[ProfilerActivity]) -> profile:

@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-import numpy as np
 import torch
 import torch.distributed as dist
 
@@ -111,11 +110,10 @@ def _initialize_groups(tensor: int, pipeline: int, context: int, expert: int, ti
 
 
 def _seed(seed: int) -> None:
-    """Seed the random streams identically on every replica: python's and numpy's, which a function of the user's may
-    draw from, and torch's. Megatron adds separate streams for tensor and expert ranks."""
+    """Seed Python's and torch's random streams identically on every replica. Megatron adds separate streams for tensor
+    and expert ranks."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
     random.seed(seed)
-    np.random.seed(seed % 2**32)
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)

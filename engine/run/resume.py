@@ -14,7 +14,7 @@ from engine.run.folder import RunFolder
 from engine.run.run_inputs import Inputs, describe_change
 from engine.types import JsonObject
 
-MARKS: Mapping[str, Mark] = dict(marked_keys(Config))
+MARKS: Mapping[str, Mark] = {key: marks[-1] for key, marks in marked_keys(Config, Mark)}
 """The mark of each key that has one."""
 ANEW = "start a new run with another run.name"
 

@@ -14,7 +14,7 @@ from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 
 from engine.config import Config
-from engine.config.marks import marked_keys, name_code, value_of
+from engine.config.marks import Mark, marked_keys, name_code, value_of
 from engine.errors import BadInput
 from engine.model.shape import content_hash
 from engine.run.checkpoint_files import all_complete
@@ -148,7 +148,7 @@ def describe_change(config: Config, now: Inputs, before: Inputs) -> str:
 def _specs(config: Config, part: str) -> list[str]:
     """The functions of one's own that belong to a part, by the marks of their keys."""
     tables = config.model_dump(mode="json")
-    named = [value_of(tables, key) for key, mark in marked_keys(Config) if mark.part == part]
+    named = [value_of(tables, key) for key, marks in marked_keys(Config, Mark) if marks[-1].part == part]
     each = [one for value in named for one in (value if isinstance(value, list) else [value])]
     specs = [one["function"] if isinstance(one, dict) else one for one in each]
     return [spec for spec in specs if ":" in spec]

@@ -12,7 +12,8 @@ import torch
 from engine.algorithm.advantages import ADVANTAGES, Advantage
 from engine.algorithm.alignment import CONTROLS, Control, Step
 from engine.algorithm.batch_statistics import BatchTokens
-from engine.algorithm.losses import LOSSES, Coefficients, Loss, PolicyLoss, Terms
+from engine.algorithm.losses import LOSSES, Loss, PolicyLoss, Terms
+from engine.config import Algorithm
 from engine.errors import BadInput
 from engine.run.user_code import UserCode, describe_error, load_function
 
@@ -102,9 +103,9 @@ def _try(loss: PolicyLoss) -> None:
     ones = torch.ones(3)
     advantages = torch.tensor([1.0, 1.0, -1.0])
     number = torch.tensor([0, 0, 1])
-    coefficients = Coefficients(0.2, 0.2, 0.0, 0.0)
+    coefficients = Algorithm()
     tokens = BatchTokens((logprobs - old).detach(), advantages)
-    statistics = loss.statistics(tokens, coefficients.limits) if loss.statistics is not None else ()
+    statistics = loss.statistics(tokens, coefficients) if loss.statistics is not None else ()
     weights = torch.tensor([0.5, 0.5, 1.0])
     terms = Terms(
         logprobs=logprobs,

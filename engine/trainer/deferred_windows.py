@@ -15,7 +15,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from engine.algorithm.batch_statistics import BatchLossSettings, BatchTokens
+from engine.algorithm.batch_statistics import BatchTokens, Coefficients
 from engine.algorithm.losses import PolicyLoss
 from engine.errors import BadInput
 from engine.trainer.micro_batches import MicroBatch
@@ -43,9 +43,9 @@ class DeferredTokens(msgspec.Struct):
 class DeferredWindows:
     """One rank's held windows of a step, grouped by the update that trains them."""
 
-    def __init__(self, loss: PolicyLoss, limits: BatchLossSettings, ranks: RankGroup) -> None:
+    def __init__(self, loss: PolicyLoss, coefficients: Coefficients, ranks: RankGroup) -> None:
         self._loss = loss
-        self._limits = limits
+        self._coefficients = coefficients
         self._ranks = ranks
         self._windows: dict[int, list[list[Scored]]] = {}
         self._log_ratios: list[Tensor] = []
@@ -87,7 +87,7 @@ class DeferredWindows:
             torch.cat([_fp32_tensor(part.log_ratios) for part in held]),
             torch.cat([_fp32_tensor(part.advantages) for part in held]),
         )
-        return self._loss.statistics(whole, self._limits)
+        return self._loss.statistics(whole, self._coefficients)
 
 
 def check_scope(spec: str, loss: PolicyLoss, mode: str) -> None:

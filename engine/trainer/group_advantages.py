@@ -9,10 +9,8 @@ import torch
 from torch import Tensor
 
 from engine.algorithm.advantages import ADVANTAGES, Advantage
-from engine.algorithm.batch_statistics import BatchLossSettings
-from engine.algorithm.losses import Coefficients
 from engine.algorithm.shaping import are_equal, soft_overlong_penalty
-from engine.config import Config
+from engine.config import Algorithm
 from engine.errors import BadInput
 from engine.run.user_algorithms import advantage_of, find_loss
 from engine.run.user_code import UserCode, describe_error
@@ -25,26 +23,9 @@ class GroupAdvantages:
     """How advantages and weights are computed. They depend on nothing but the group, so a group can be trained on
     arrival."""
 
-    advantage: str = "grpo"
-    loss: str = "grpo"
+    algorithm: Algorithm
     longest: int = 1
     """Length limit of a response, in tokens."""
-    overlong_buffer: int = 0
-    overlong_penalty: float = 1.0
-    mask_truncated: bool = False
-
-    @staticmethod
-    def of(config: Config) -> GroupAdvantages:
-        """Return the settings of a config."""
-        algorithm = config.algorithm
-        return GroupAdvantages(
-            advantage=algorithm.advantage,
-            loss=algorithm.loss,
-            longest=config.rollout.max_new_tokens,
-            overlong_buffer=algorithm.overlong_buffer,
-            overlong_penalty=algorithm.overlong_penalty,
-            mask_truncated=algorithm.mask_truncated,
-        )
 
     def rewards(self, group: Group) -> Tensor:
         """Return [G] fp32 rewards: the verifier's values, less the penalty for overlong responses."""
@@ -53,9 +34,10 @@ class GroupAdvantages:
 
     def _shaped(self, values: Tensor, lengths: Tensor) -> Tensor:
         """`lengths`: all tokens of the responses, since rollout.max_new_tokens counts those of tools, too."""
-        if not self.overlong_buffer:
+        buffer = self.algorithm.overlong_buffer
+        if not buffer:
             return values
-        return values + self.overlong_penalty * soft_overlong_penalty(lengths, self.longest, self.overlong_buffer)
+        return values + self.algorithm.overlong_penalty * soft_overlong_penalty(lengths, self.longest, buffer)
 
     def advantages(self, group: Group) -> Tensor:
         """Return [G] fp32 advantages, from the group's scores, or from those of the whole batch if the group carries
@@ -65,7 +47,7 @@ class GroupAdvantages:
         remain, all get 0. Raises BadInput if a user's advantage fails or returns anything but one finite number per
         response.
         """
-        known = advantage_of(self.advantage)
+        known = advantage_of(self.algorithm.advantage)
         if group.batch is not None:
             return self._of_batch(known, group.batch)[group.index]
         kept = _kept(group)
@@ -90,14 +72,14 @@ class GroupAdvantages:
         return known(torch.where(kept, rewards, means), torch.tensor(batch.trained, dtype=torch.float32)) * kept
 
     def _of_group(self, known: Advantage, group: Group, rewards: Tensor, trained: Tensor) -> Tensor:
-        if self.advantage in ADVANTAGES:
+        if self.algorithm.advantage in ADVANTAGES:
             return known(rewards, trained)
         with UserCode() as attempt:
             return known(rewards, trained)
         assert attempt.error is not None
         raise BadInput(
-            f'algorithm.advantage = "{self.advantage}": it failed on step {group.step}, prompt {group.prompt.id}, '
-            f"rewards {rewards.tolist()}: {describe_error(attempt.error)}"
+            f'algorithm.advantage = "{self.algorithm.advantage}": it failed on step {group.step}, prompt '
+            f"{group.prompt.id}, rewards {rewards.tolist()}: {describe_error(attempt.error)}"
         )
 
     def unequal(self, group: Group) -> bool:
@@ -109,14 +91,14 @@ class GroupAdvantages:
         """Return [tokens] fp32 of the response at `number`: 1 for trained tokens, else 0. Whatever counts, averages or
         whitens tokens takes this mask, or `Row.trained`, which has its sums."""
         response = group.responses[number]
-        if is_left_out(response.finish_reason, group.scores[number].excluded, self.mask_truncated):
+        if is_left_out(response.finish_reason, group.scores[number].excluded, self.algorithm.mask_truncated):
             return torch.zeros(len(response.token_ids))
         return tensor_of(response.loss_mask, torch.float32)
 
     def weights(self, group: Group, number: int) -> Tensor:
         """Return [tokens] fp32: each token's weight in the loss's sums (engine.algorithm.losses.Aggregation)."""
         mask = self.mask(group, number)
-        return mask / mask.sum().clamp(min=1.0) if find_loss(self.loss).aggregation == "response" else mask
+        return mask / mask.sum().clamp(min=1.0) if find_loss(self.algorithm.loss).aggregation == "response" else mask
 
     def count_tokens(self, group: Group) -> list[int]:
         """Return [G] numbers of trained tokens of the responses."""
@@ -126,27 +108,3 @@ class GroupAdvantages:
 def _kept(group: Group) -> Tensor:
     """Return [G] bool: which responses are not excluded."""
     return torch.tensor([not score.excluded for score in group.scores], dtype=torch.bool)
-
-
-def coefficients_of(config: Config) -> Coefficients:
-    """Return the loss coefficients that a config sets."""
-    algorithm = config.algorithm
-    return Coefficients(
-        clip_low=algorithm.clip_low,
-        clip_high=algorithm.clip_high,
-        kl=algorithm.kl_coef,
-        entropy=algorithm.entropy_coef,
-        dual_clip=algorithm.dual_clip,
-        kl_estimator=algorithm.kl_estimator,
-        mismatch=algorithm.mismatch,
-        mismatch_level=algorithm.mismatch_level,
-        mismatch_limit=algorithm.mismatch_limit,
-        mismatch_reject=algorithm.mismatch_reject,
-        mismatch_reject_limit=algorithm.mismatch_reject_limit,
-        limits=BatchLossSettings(
-            second_moment=algorithm.m2po.threshold,
-            share=algorithm.bapo.share,
-            low=algorithm.bapo.low,
-            high=algorithm.bapo.high,
-        ),
-    )

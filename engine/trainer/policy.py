@@ -28,7 +28,7 @@ from engine.run.trace import Trace
 from engine.run.user_algorithms import advantage_of, find_loss
 from engine.trainer.deferred_windows import DeferredWindows, Scored, check_scope
 from engine.trainer.gradient_control import GradientControl
-from engine.trainer.group_advantages import GroupAdvantages, coefficients_of
+from engine.trainer.group_advantages import GroupAdvantages
 from engine.trainer.loop import Trainer
 from engine.trainer.micro_batches import MicroBatch, PackedWindows, trained_tokens
 from engine.trainer.optimizer import LARGEST_NORM, is_sound, optimizer_of, scheduler_of
@@ -115,7 +115,7 @@ class Policy(Trainer):
         self.ranks = ranks or RankGroup(config.parallel.lockstep)
         self.models: TriModel = open_models(config, platform)
         self.packing = packing_of(config, make_computation(config, platform), self.ranks)
-        self.group_advantages = GroupAdvantages.of(config)
+        self.group_advantages = GroupAdvantages(config.algorithm, config.rollout.max_new_tokens)
         self._packed = PackedWindows(self.packing)
         self.sums = StepSums(self.ranks, self.group_advantages, config.train.updates)
         self.advantages: Advantages = {}
@@ -123,10 +123,9 @@ class Policy(Trainer):
         algorithm = config.algorithm
         advantage_of(algorithm.advantage)  # raises now if a user's advantage is wrong
         self._loss = find_loss(algorithm.loss)
-        self._coefficients = coefficients_of(config)
         check_scope(algorithm.loss, self._loss, config.train.mode)
         self._batch_scope = self._loss.scope != "group"
-        self._held = DeferredWindows(self._loss, self._coefficients.limits, self.ranks)
+        self._held = DeferredWindows(self._loss, algorithm, self.ranks)
         self._statistics: tuple[float, ...] = ()
         sharded = config.train.distributed_optimizer
         self.ddp = DistributedDataParallel(
@@ -344,7 +343,7 @@ class Policy(Trainer):
         terms = Terms(
             logprobs=logprobs,
             old=old,
-            reference=scored.reference if self._coefficients.kl else None,  # a reward may read it as well
+            reference=scored.reference if self.config.algorithm.kl_coef else None,  # a reward may read it as well
             entropy=entropy,
             advantages=batch.advantages,
             weights=batch.weights,
@@ -355,7 +354,7 @@ class Policy(Trainer):
             statistics=self._statistics,
             sampled=self._sampled_logprobs(batch, now, old),
         )
-        loss = self._loss(terms, self._coefficients)
+        loss = self._loss(terms, self.config.algorithm)
         if not scored.compared:
             self.sums.compare_logprobs(batch, now)
         self.sums.add_loss(batch, loss)
@@ -474,6 +473,6 @@ class Policy(Trainer):
         self.advantages = joined_advantages(ranks)
         by_response = self._loss.aggregation == "response"
         merged = StepMetrics.merged(ranks, self.sums.denominators, by_response, self._peak)
-        if not self._coefficients.kl:
+        if not self.config.algorithm.kl_coef:
             del merged["kl"]  # there is no reference
         return {**merged, **self.control.figures()} if self.control is not None else merged

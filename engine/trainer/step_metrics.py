@@ -52,10 +52,8 @@ class StepMetrics:
     """Floating-point operations of the micro-batches, forward and backward (engine.model.flops)."""
     micro_batches: int = 0
     scored_tokens: int = 0
-    loss_tokens: int = 0
-    """Trained tokens of the responses."""
-    loss_responses: int = 0
-    """Responses with a trained token."""
+    trained: list[int] = field(default_factory=list)
+    """Trained tokens of each response."""
     groups: int = 0
     unequal: int = 0
     """Groups whose rewards differ."""
@@ -81,8 +79,7 @@ class StepMetrics:
         `trained`: [G] trained tokens of its responses; `unequal`: whether its rewards differ.
         """
         self.groups += 1
-        self.loss_tokens += sum(trained)
-        self.loss_responses += sum(count > 0 for count in trained)
+        self.trained += trained
         self.unequal += unequal
         self.rewards += [score.value for score in group.scores if not score.excluded]
         self.excluded += sum(score.excluded for score in group.scores)
@@ -140,7 +137,7 @@ class StepMetrics:
 
     def _figures(self, denominators: Sequence[float], by_response: bool, memory: list[float]) -> TrainingFigures:
         count = max(1, len(self.lengths))
-        weight = max(1, self.loss_responses if by_response else self.loss_tokens)
+        weight = max(1, sum(map(bool, self.trained)) if by_response else sum(self.trained))
         mean, deviation = mean_and_deviation(self.rewards)
         return {
             "versions_seen": sorted(self.versions),
@@ -273,10 +270,10 @@ def _added_by_layer(found: Iterable[dict[int, list[int]]]) -> dict[int, list[int
 
 
 MERGED: dict[str, Callable[[list[Any]], Any]] = {
-    **dict.fromkeys(("rewards", "statuses", "lengths"), _concatenated),
+    **dict.fromkeys(("rewards", "statuses", "lengths", "trained"), _concatenated),
     "versions": lambda found: set(_concatenated(found)),
     **dict.fromkeys(("staleness", "continued", "truncated", "trained_tokens", "computed_tokens", "scored_tokens"), sum),
-    **dict.fromkeys(("excluded", "loss_tokens", "loss_responses", "groups", "unequal", "operations"), sum),
+    **dict.fromkeys(("excluded", "groups", "unequal", "operations"), sum),
     "losses": lambda found: [sum(of_update) for of_update in zip(*found, strict=True)],
     **dict.fromkeys(("kl", "entropy", "clipped", "dropped", "mismatch_kl"), sum),
     **dict.fromkeys(("old_ratio_max", "max_ratio_gap"), _largest_or_nan),

@@ -175,8 +175,11 @@ def _weighted_sum(rewards: Sequence[RewardFunction], scores: Sequence[Score | No
             if name in metrics:
                 raise RewardError(f"gives the metric {name} twice: rename it, or the function of this name")
             metrics[name] = number
-    verdicts = [score.correct if ":" in reward.spec else score.value >= 1 for reward, score in given]
-    judged = [verdict for verdict in verdicts if verdict is not None]
+    judged = [
+        score.value >= 1 if reward.spec in BUILT_IN else score.correct
+        for reward, score in given
+        if (reward.weight if reward.spec in BUILT_IN else score.correct is not None)
+    ]
     return Score(
         value=value,
         status=next((score.status for _, score in given if score.status != "ok"), "ok"),

@@ -14,7 +14,6 @@ from pathlib import Path
 from engine.config import Config, Model
 from engine.config.no_effect import without_effect
 from engine.config.recipe import HOME, check_made, find_file
-from engine.config.rules import ratio_is_one
 from engine.data.named_models import fetch_named, is_named_model
 from engine.data.prepared import Prepared, prepare_problems
 from engine.data.problems import Problems
@@ -143,7 +142,7 @@ def check_inputs(
             f'"{config.algorithm.old_policy}" is clipped; GPG has neither a ratio nor a clip: use algorithm.loss = '
             '"gpg"',
         )
-    if training and config.algorithm.loss == "gspo" and not ratio_is_one(config) and config.algorithm.clip_low > 0.01:
+    if training and config.algorithm.loss == "gspo" and not config.ratio_is_one and config.algorithm.clip_low > 0.01:
         _warn(
             f"algorithm.clip_low = {config.algorithm.clip_low:g} is for ratios of tokens; the ratio of a response, "
             "which gspo clips, seldom leaves it: its paper has clip_low = 3e-4 and clip_high = 4e-4",
@@ -304,7 +303,7 @@ def _clips_gpg(config: Config) -> bool:
     than 1."""
     algorithm = config.algorithm
     own = algorithm.loss == "gpg" or ":" in algorithm.loss
-    return algorithm.advantage == "gpg" and not ratio_is_one(config) and not own
+    return algorithm.advantage == "gpg" and not config.ratio_is_one and not own
 
 
 def check_reward(config: Config) -> None:

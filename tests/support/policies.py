@@ -5,6 +5,8 @@ import random
 import torch
 
 from engine import platform
+from engine.config import Algorithm
+from engine.trainer.group_advantages import GroupAdvantages
 from engine.types import Group, Prompt, Response, Score
 from support.runs import config_of
 
@@ -21,6 +23,11 @@ def response(ids, logprobs=None, mask=None):
         seed=0,
         instance="i",
     )
+
+
+def advantages_with(longest=1, **keys):
+    """How advantages are computed with these keys of [algorithm]."""
+    return GroupAdvantages(Algorithm(**keys), longest)
 
 
 def a_group(lengths=(7, 3, 12, 5), index=0, seed=0, prompt=9):

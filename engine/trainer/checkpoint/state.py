@@ -8,11 +8,13 @@ on shards or optimizer classes, so any layout can load a checkpoint of any other
 
 from __future__ import annotations
 
+import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
@@ -99,7 +101,9 @@ def load_state(folder: str, policy: Policy, updates: int, same_layout: bool, gra
     else:
         policy.optimizer.reload_model_params()
     if same_layout:
-        policy.platform.set_rng_state(_load_rng(folder))
+        streams = _load_rng(folder)
+        np.random.set_state(json.loads(bytes(streams.pop("numpy").tolist())))
+        policy.platform.set_rng_state(streams)
 
 
 @torch.no_grad()
@@ -220,9 +224,9 @@ def _set_updates(adam: torch.optim.Optimizer, updates: int) -> None:
 
 def _rng_parts(policy: Policy) -> Parts:
     mine = f"rng.{dist.get_rank():05d}."
-    return {
-        name: ShardedTensor.from_rank_offsets(mine + name, state) for name, state in policy.platform.rng_state().items()
-    }
+    own = json.dumps(np.random.get_state(legacy=False), default=np.ndarray.tolist)
+    streams = {**policy.platform.rng_state(), "numpy": torch.frombuffer(bytearray(own.encode()), dtype=torch.uint8)}
+    return {name: ShardedTensor.from_rank_offsets(mine + name, state) for name, state in streams.items()}
 
 
 def _load_rng(folder: str) -> dict[str, Tensor]:

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, record
 
@@ -69,12 +70,14 @@ def own_share(cores: Sequence[int], ranks: int) -> list[int]:
 
 
 def open_session(config: Config, layout: Parallel) -> AbstractContextManager[torch.device]:
-    """Return `platform.session` for this rank of the layout."""
+    """Return `platform.parallel_session` for this rank of the layout. Seeds numpy's stream, too, from which a function
+    of the user's may draw."""
     machine = platform.get_platform(config.platform.device)
     if config.train.deterministic:
         machine.make_deterministic()
     if not config.train.devices:
         bind_near_device(machine)
+    np.random.seed(config.run.seed % 2**32)
     return platform.parallel_session(
         machine,
         config.run.seed,

@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from engine.algorithm.kl import mismatch_figures
-from engine.algorithm.losses import LOSSES, Coefficients
+from engine.algorithm.losses import LOSSES
+from engine.config import Algorithm
 from support.loss_rows import loss_row
 
 grpo = LOSSES["grpo"]
@@ -22,7 +23,7 @@ def terms(ratio, advantage, weights):
 def test_loss_by_hand():
     # two responses of lengths 2 and 1, A = 1 and -2: the 1.5 is clipped to 1.2, the 0.5 under A < 0 to 0.8
     case = terms([1.5, 1.1, 0.5], [1.0, 1.0, -2.0], [0.5, 0.5, 1.0])
-    loss = grpo(case, Coefficients(0.2, 0.2, 0.0, 0.0))
+    loss = grpo(case, Algorithm())
     assert float(loss.total.detach()) == pytest.approx(-((1.2 + 1.1) / 2 + min(0.5 * -2, 0.8 * -2)))
     loss.total.backward()
     # d/dlogp of -w·r·A where unclipped, 0 where clipped
@@ -32,7 +33,7 @@ def test_loss_by_hand():
 
 def test_masked_tokens_carry_no_gradient():
     case = terms([1.0, 1.0], [1.0, 1.0], [1.0, 0.0])
-    grpo(case, Coefficients(0.2, 0.2, 0.0, 0.0)).total.backward()
+    grpo(case, Algorithm()).total.backward()
     assert case.logprobs.grad.tolist() == [-1.0, 0.0]
 
 

@@ -11,17 +11,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from engine.algorithm.batch_statistics import (
-    BatchLossSettings,
     BatchTokens,
     balanced_bounds,
     positive_share,
     second_moment_limit,
 )
-from engine.algorithm.losses import LOSSES, Coefficients
+from engine.algorithm.losses import LOSSES
+from engine.config import Algorithm
 from support.loss_rows import loss_row
 
 NAMES = ("m2po", "bapo")
-LIMITS = BatchLossSettings()
+LIMITS = Algorithm()
 values = st.lists(st.tuples(st.floats(-2, 2), st.floats(-1.5, 1.5)), min_size=1, max_size=12)
 """(advantage, log-ratio) of each token."""
 
@@ -38,7 +38,7 @@ def terms_of(name, found, whole=None):
 
 
 def total(name, terms):
-    return LOSSES[name](terms, Coefficients(0.2, 0.2, 0.0, 0.0)).total
+    return LOSSES[name](terms, Algorithm()).total
 
 
 # references: loops over tokens, as the papers' algorithms are told --------------------------------
@@ -100,7 +100,7 @@ def test_m2po_by_hand():
     (limit,) = second_moment_limit(tokens_of(found), LIMITS)
     assert limit == pytest.approx((0.04 + 0.09) / 2)
     terms = terms_of("m2po", found)
-    gains, masked = LOSSES["m2po"].gain(terms, Coefficients(0.2, 0.2, 0.0, 0.0))
+    gains, masked = LOSSES["m2po"].gain(terms, Algorithm())
     assert masked.tolist() == [False, False, True, False, False]
     assert gains.tolist() == pytest.approx([math.exp(0.1), math.exp(0.2), 0.0, math.exp(-1.0), -math.exp(1.0)])
 
@@ -123,7 +123,7 @@ def test_bapo_by_hand():
     assert positive_share(tokens_of(found), 0.6, 1.2) == pytest.approx(1.2 / 2.7)
     low, high = balanced_bounds(tokens_of(found), LIMITS)
     assert (low, high) == (0.6, pytest.approx(1.5))
-    gains, clipped = LOSSES["bapo"].gain(terms_of("bapo", found), Coefficients(0.2, 0.2, 0.0, 0.0))
+    gains, clipped = LOSSES["bapo"].gain(terms_of("bapo", found), Algorithm())
     assert gains.tolist() == pytest.approx([1.5, -1.5])
     assert clipped.tolist() == [True, False]
 
@@ -173,7 +173,7 @@ def test_the_order_of_tokens_decides_nothing(name, found, seed):
 @given(advantages=st.lists(st.floats(-2, 2), min_size=1, max_size=6))
 def test_at_ratio_one_both_are_the_policy_gradient(name, advantages):
     terms = terms_of(name, [(a, 0.0) for a in advantages])
-    loss = LOSSES[name](terms, Coefficients(0.2, 0.2, 0.0, 0.0))
+    loss = LOSSES[name](terms, Algorithm())
     loss.total.backward()
     torch.testing.assert_close(terms.logprobs.grad, -terms.advantages)
     assert float(loss.clipped) == 0
@@ -193,7 +193,7 @@ def test_all_tokens_masked_or_clipped_carry_no_gradient(name):
     terms = terms_of(name, [(1.0, 1.4), (1.0, 1.3), (-1.0, -1.4), (-1.0, -1.3)])
     if name == "bapo":  # bounds that no batch of theirs would stop at
         terms = replace(terms, statistics=(0.9, 1.2))
-    loss = LOSSES[name](terms, Coefficients(0.2, 0.2, 0.0, 0.0))
+    loss = LOSSES[name](terms, Algorithm())
     loss.total.backward()
     assert terms.logprobs.grad.abs().max() == 0
     assert float(loss.clipped) == 4

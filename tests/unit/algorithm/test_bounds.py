@@ -1,20 +1,20 @@
 """The bounds of the losses: at the sizes at which a ratio would do harm, and bit by bit where they must not act."""
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.algorithm.batch_statistics import BatchLossSettings, BatchTokens, balanced_bounds, positive_share
+from engine.algorithm.batch_statistics import BatchTokens, balanced_bounds, positive_share
 from engine.algorithm.kl import k3, mismatch_figures
-from engine.algorithm.losses import LOSSES, Coefficients, correction_weights
+from engine.algorithm.losses import LOSSES, correction_weights
+from engine.config import Algorithm
 from support.loss_rows import loss_row
 
-COEFFICIENTS = Coefficients(0.2, 0.28, 0.0, 0.0)
-DUAL = replace(COEFFICIENTS, dual_clip=3.0)
+COEFFICIENTS = Algorithm(clip_high=0.28)
+DUAL = COEFFICIENTS.model_copy(update={"dual_clip": 3.0})
 DUAL_CLIPPED = ("grpo", "dapo", "dr_grpo")
 WIDEST = (0.9, 3.0)
 """Statistics of bapo, the bounds where it ends."""
@@ -100,7 +100,7 @@ def test_figures_and_corrections_of_large_ratios_are_finite():
     assert correction_weights(trainer - rollout, "mask", 2.0).tolist() == [0.0, 0.0]
     tokens = BatchTokens(torch.tensor([800.0, 800.0]), torch.tensor([1.0, -1.0]))
     assert positive_share(tokens, 0.6, 1.2) == pytest.approx(1.2 / (1.2 + math.exp(20)))
-    assert balanced_bounds(tokens, BatchLossSettings()) == (0.9, 3.0)
+    assert balanced_bounds(tokens, COEFFICIENTS) == (0.9, 3.0)
     assert math.isnan(mismatch_figures(torch.tensor([math.nan]), torch.tensor([0.0]))[0])
 
 

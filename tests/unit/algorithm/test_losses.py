@@ -10,13 +10,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.algorithm.kl import KL, unbounded_k3
-from engine.algorithm.losses import LOSSES, Coefficients, correction_weights, rejection_mask
+from engine.algorithm.losses import LOSSES, correction_weights, rejection_mask
+from engine.config import Algorithm
 from support.loss_rows import loss_row
 
 LOW = 0.2
 HIGH = 0.28
 LONGEST = 10
-COEFFICIENTS = Coefficients(LOW, HIGH, 0.0, 0.0)
+COEFFICIENTS = Algorithm(clip_low=LOW, clip_high=HIGH)
+
+
+def with_keys(**keys):
+    """COEFFICIENTS with other keys."""
+    return COEFFICIENTS.model_copy(update=keys)
+
 
 responses = st.lists(
     st.tuples(st.floats(-2, 2), st.lists(st.floats(-0.6, 0.6), min_size=1, max_size=6)), min_size=1, max_size=4
@@ -201,7 +208,7 @@ def test_kl_enters_the_loss_with_its_coefficient(estimator):
     terms = replace(
         terms_of([(0.0, [0.0, 0.0])], "response"), reference=torch.tensor([-2.0, -1.0], dtype=torch.float64)
     )
-    loss = LOSSES["grpo"](terms, replace(COEFFICIENTS, kl=0.1, kl_estimator=estimator))
+    loss = LOSSES["grpo"](terms, with_keys(kl_coef=0.1, kl_estimator=estimator))
     expected = float((KL[estimator](terms.logprobs.detach(), terms.reference) * terms.weights).sum())
     assert float(loss.kl) == pytest.approx(expected)
     assert float(loss.total.detach()) == pytest.approx(0.1 * expected)
@@ -214,7 +221,7 @@ def test_the_gradient_of_every_kl_estimator_is_the_finite_difference(estimator, 
     policy, reference = (torch.tensor(column, dtype=torch.float64) for column in zip(*pairs, strict=True))
     terms = terms_of([(0.0, [0.0] * len(pairs))], "response")
     terms = replace(terms, logprobs=policy.clone().requires_grad_(), old=policy, rollout=policy, reference=reference)
-    coefficients = replace(COEFFICIENTS, kl=0.1, kl_estimator=estimator)
+    coefficients = with_keys(kl_coef=0.1, kl_estimator=estimator)
     LOSSES["grpo"](terms, coefficients).total.backward()
     for token in range(len(pairs)):
         step = torch.zeros_like(policy)
@@ -258,7 +265,7 @@ def test_corrections_of_every_level_are_their_formulas(kind, level, reject, foun
     terms = replace(terms, rollout=terms.old - flat)
     chosen = {"mismatch": kind, "mismatch_level": level, "mismatch_limit": 2.0}
     chosen |= {"mismatch_reject": reject, "mismatch_reject_limit": 1.5}
-    loss = LOSSES["grpo"](terms, replace(COEFFICIENTS, **chosen))
+    loss = LOSSES["grpo"](terms, with_keys(**chosen))
     loss.total.backward()
     expected = []
     for logs in found:
@@ -311,7 +318,7 @@ def test_a_responses_ratio_counts_its_trained_tokens_on_all_context_ranks(level)
 def test_a_corrected_gain_is_weighted_and_the_weight_has_no_gradient():
     terms = terms_of([(1.0, [0.0, 0.0])], "response")
     terms = replace(terms, rollout=terms.old - torch.tensor([0.5, 2.0], dtype=torch.float64))
-    LOSSES["grpo"](terms, replace(COEFFICIENTS, mismatch="truncate", mismatch_limit=3.0)).total.backward()
+    LOSSES["grpo"](terms, with_keys(mismatch="truncate", mismatch_limit=3.0)).total.backward()
     assert terms.logprobs.grad.tolist() == pytest.approx([-0.5 * np.exp(0.5), -0.5 * 3.0])
 
 
@@ -321,6 +328,6 @@ def test_off_policy_the_correction_is_that_of_the_weights_that_sampled():
     terms = terms_of([(1.0, [0.1, -0.1])], "response")
     old = terms.old
     terms = replace(terms, rollout=old - torch.tensor([0.5, -0.5], dtype=torch.float64), sampled=old)
-    LOSSES["grpo"](terms, replace(COEFFICIENTS, mismatch="truncate", mismatch_limit=3.0)).total.backward()
+    LOSSES["grpo"](terms, with_keys(mismatch="truncate", mismatch_limit=3.0)).total.backward()
     expected = [-0.5 * np.exp(moved) * np.exp(off) for moved, off in ((0.1, 0.5), (-0.1, -0.5))]
     assert terms.logprobs.grad.tolist() == pytest.approx(expected)

@@ -7,14 +7,15 @@ which the sampling policy draws it, so sums over tokens are expectations. Gradie
 import pytest
 import torch
 
-from engine.algorithm.losses import LOSSES, Coefficients, Terms
+from engine.algorithm.losses import LOSSES, Terms
+from engine.config import Algorithm
 
 REWARDS = torch.tensor([1.0, 0.0, 0.4], dtype=torch.float64)
 BEFORE = torch.tensor([0.0, 0.6, 0.1], dtype=torch.float64).log_softmax(-1)
 """The policy before the last update: the sampling policy of one_step_off, and `old_policy = "previous"`."""
 LOGITS = torch.tensor([0.5, 0.2, 0.1], dtype=torch.float64)
-CLIPPED = Coefficients(0.2, 0.2, 0.0, 0.0)
-WIDE = Coefficients(0.99, 99.0, 0.0, 0.0)
+CLIPPED = Algorithm()
+WIDE = Algorithm(clip_low=0.99, clip_high=99.0)
 """Bounds that never act."""
 
 
@@ -29,7 +30,7 @@ def true_gradient():
     return logits.grad
 
 
-DECOUPLED = Coefficients(0.2, 0.2, 0.0, 0.0, mismatch="truncate", mismatch_limit=99.0)
+DECOUPLED = Algorithm(mismatch="truncate", mismatch_limit=99.0)
 
 
 def gradient(sampled, old, coefficients=CLIPPED, loss="grpo"):
@@ -89,7 +90,7 @@ def test_behavior_with_the_mismatch_weight_is_the_decoupled_loss():
     """verl's: the clip is against the recomputed old policy, at ratio 1, and w = π_old/π_rollout corrects for the age
     of the samples. Truncated, it is bounded, and the clip bounds nothing of it."""
     torch.testing.assert_close(gradient(BEFORE, NOW, DECOUPLED), true_gradient())
-    bounded = Coefficients(0.2, 0.2, 0.0, 0.0, mismatch="truncate", mismatch_limit=1.2)
+    bounded = Algorithm(mismatch="truncate", mismatch_limit=1.2)
     logits = LOGITS.clone().requires_grad_()
     weight = (NOW - BEFORE).exp().clamp(max=1.2)
     (BEFORE.exp() * weight * advantages() * logits.log_softmax(-1)).sum().backward()

@@ -162,7 +162,12 @@ def test_a_batch_of_batch_scope_is_leased_when_its_last_group_is_there_with_the_
     batch = steps.batch_scores(1, {})
     groups = {row.index: open_group(row, batch) for row in leased(steps, 1)}
     assert [list(row) for row in batch.values] == [[0.0, 0.0], [1.0, 0.0]]
-    advantages = torch.stack([GroupAdvantages.of(config).advantages(groups[index]) for index in range(2)])
+    advantages = torch.stack(
+        [
+            GroupAdvantages(config.algorithm, config.rollout.max_new_tokens).advantages(groups[index])
+            for index in range(2)
+        ]
+    )
     whole = ADVANTAGES["reinforce_plus_plus"](torch.tensor([[0.0, 0.0], [1.0, 0.0]]), torch.full((2, 2), 2.0))
     assert torch.equal(advantages, whole)
 

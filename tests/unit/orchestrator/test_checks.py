@@ -174,6 +174,7 @@ def warned_of_nothing_yet():
 
 GPG = {"algorithm.advantage": "gpg", "algorithm.kl_coef": 0}
 OFF_POLICY = "the updates of a step after its first are off-policy"
+TOO_WIDE = "algorithm.clip_low = 0.2 is for ratios of tokens"
 ROUNDED = "rollout.vllm.kv_cache_dtype = 'fp8' rounds"
 
 
@@ -183,6 +184,10 @@ def gpg(loss, old_policy, updates):
 
 def several(mode, updates):
     return {"train.mode": mode, "train.updates": updates, "algorithm.old_policy": "behavior"}
+
+
+def clipped(loss, low):
+    return {"algorithm.loss": loss, "algorithm.clip_low": low, "algorithm.old_policy": "previous"}
 
 
 def cached(dtype):
@@ -201,6 +206,10 @@ def cached(dtype):
         (several("sync", 3), OFF_POLICY, True),
         (several("sync", 1), OFF_POLICY, False),
         (several("bounded", 2), OFF_POLICY, False),
+        (clipped("gspo", 0.2), TOO_WIDE, True),
+        (clipped("gspo", 3e-4), TOO_WIDE, False),
+        (clipped("grpo", 0.2), TOO_WIDE, False),
+        (clipped("gspo", 0.2) | {"algorithm.old_policy": "behavior"}, TOO_WIDE, False),
         (cached("fp8"), ROUNDED, True),
         (cached("auto"), ROUNDED, False),
     ],

@@ -10,9 +10,9 @@ import torch
 
 from engine.algorithm.advantages import ADVANTAGES
 from engine.algorithm.alignment import CONTROLS, Step
-from engine.algorithm.batch_statistics import BatchLossSettings, BatchTokens
+from engine.algorithm.batch_statistics import BatchTokens
 from engine.algorithm.losses import LOSSES
-from engine.config import BATCH_SCOPE, BATCH_SCOPE_LOSSES
+from engine.config import BATCH_SCOPE, BATCH_SCOPE_LOSSES, Algorithm
 from engine.config.recipe import load_config
 from engine.errors import BadInput
 from engine.run.user_algorithms import advantage_of, control_of, find_loss
@@ -57,7 +57,7 @@ def test_the_documented_loss_of_batch_scope(tmp_path):
         own = find_loss(f"{written(tmp_path, shown('centred'))}:centred")
         assert own.scope == "batch"
         tokens = BatchTokens(torch.tensor([0.0, 0.2]), torch.tensor([1.0, -1.0]))
-        assert own.statistics(tokens, BatchLossSettings()) == (pytest.approx(0.1),)
+        assert own.statistics(tokens, Algorithm()) == (pytest.approx(0.1),)
     finally:
         LOSSES.pop("centred", None)
 

@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 import torch
 
-from engine.algorithm.batch_statistics import BatchLossSettings, BatchTokens
+from engine.algorithm.batch_statistics import BatchTokens
 from engine.algorithm.losses import LOSSES
+from engine.config import Algorithm
 from engine.errors import BadInput
 from engine.run.trace import Trace, read_spans
 from engine.trainer.deferred_windows import check_scope
@@ -96,7 +97,9 @@ def expected(name, groups, reference):
             kept = torch.tensor(member.loss_mask)
             logs.append((now - torch.tensor(member.logprobs))[kept])
             advantages.append(advantage.expand(int(kept.sum())))
-    return LOSSES[name].statistics(BatchTokens(torch.cat(logs), torch.cat(advantages)), BatchLossSettings(share=SHARE))
+    return LOSSES[name].statistics(
+        BatchTokens(torch.cat(logs), torch.cat(advantages)), Algorithm(bapo={"share": SHARE})
+    )
 
 
 def test_what_a_half_done_step_held_is_forgotten_and_its_gap_to_the_instances_was_known(settings, groups):

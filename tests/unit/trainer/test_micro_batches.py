@@ -8,12 +8,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from engine.trainer.group_advantages import GroupAdvantages
 from engine.trainer.micro_batches import micro_batches
 from engine.trainer.ranks.packing import Packing
 from engine.types import Group, Prompt, Response, Score
 from engine.wire.columns import REFERENCE, open_group, pack_group
-from support.policies import a_group, a_policy, gradients
+from support.policies import a_group, a_policy, advantages_with, gradients
 
 STEP = 2
 
@@ -64,7 +63,7 @@ PACKINGS = st.builds(
     context=st.sampled_from([(0, 1), (0, 2), (1, 2)]),
     share=st.sampled_from([(0, 1), (0, 2), (1, 2)]),
 )
-GROUP_ADVANTAGES = st.builds(GroupAdvantages, loss=st.sampled_from(["grpo", "dapo"]), mask_truncated=st.booleans())
+GROUP_ADVANTAGES = st.builds(advantages_with, loss=st.sampled_from(["grpo", "dapo"]), mask_truncated=st.booleans())
 
 
 def tensors(batch):
@@ -109,8 +108,8 @@ def test_each_number_is_its_own_tokens(window, packing, group_advantages):
 def test_a_window_of_which_one_group_lacks_the_reference_has_none():
     has = replace(a_group((2, 2)), columns={REFERENCE: np.zeros(4, np.float32)})
     lacks = replace(has, index=1, columns={})
-    assert micro_batches([has], Packing(99), GroupAdvantages())[0].reference is not None
-    assert micro_batches([has, lacks], Packing(99), GroupAdvantages())[0].reference is None
+    assert micro_batches([has], Packing(99), advantages_with())[0].reference is not None
+    assert micro_batches([has, lacks], Packing(99), advantages_with())[0].reference is None
 
 
 @pytest.mark.usefixtures("megatron")

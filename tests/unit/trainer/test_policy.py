@@ -9,9 +9,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from engine.errors import BadInput, MetronomeError
-from engine.trainer.group_advantages import GroupAdvantages
 from engine.types import Score
-from support.policies import a_group, a_policy, assert_same, gradients, response
+from support.policies import a_group, a_policy, advantages_with, assert_same, gradients, response
 
 pytestmark = pytest.mark.usefixtures("megatron")
 
@@ -392,7 +391,8 @@ def test_a_tokens_mismatch_is_weighed_under_the_weights_that_sampled_it(settings
     first = replace(group.responses[0], versions=((0, 0), (3, 1)))
     second = replace(group.responses[1], versions=((0, 1),))
     policy._loss = lambda terms, coefficients: found.append(terms) or loss(terms, coefficients)
-    policy.group_advantages = replace(policy.group_advantages, loss="grpo")
+    grpo = policy.config.algorithm.model_copy(update={"loss": "grpo"})
+    policy.group_advantages = replace(policy.group_advantages, algorithm=grpo)
     policy.start_step()
     policy.accumulate([replace(group, step=1, responses=(first, second))])
     (terms,) = found
@@ -406,11 +406,11 @@ def test_a_users_advantage_that_fails_on_real_rewards_is_bad_input(settings, tmp
     (tmp_path / "own.py").write_text("def own(rewards, lengths): return rewards / (rewards.sum() - 3)")
     spec = f"{tmp_path / 'own.py'}:own"
     certain = replace(a_group(), scores=tuple(map(Score, (1.0, 1.0, 1.0, 0.0))))
-    assert GroupAdvantages(advantage=spec).advantages(a_group()).shape == (4,)
+    assert advantages_with(advantage=spec).advantages(a_group()).shape == (4,)
     with pytest.raises(
         BadInput, match=r"own.py:own.*it failed on step 0, prompt p, rewards \[1.0, 1.0, 1.0, 0.0\]: ValueError"
     ):
-        GroupAdvantages(advantage=spec).advantages(certain)
+        advantages_with(advantage=spec).advantages(certain)
 
 
 ESTIMATORS = {"grpo": "rloo", "dapo": "opo", "dr_grpo": "gpg", "gspo": "dr_grpo", "cispo": "grpo_passk", "gpg": "gpg"}

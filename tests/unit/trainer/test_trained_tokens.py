@@ -12,14 +12,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from engine.algorithm.advantages import ADVANTAGES
-from engine.algorithm.batch_statistics import BatchLossSettings, BatchTokens
-from engine.algorithm.losses import LOSSES, Coefficients, Terms
-from engine.trainer.group_advantages import GroupAdvantages
+from engine.algorithm.batch_statistics import BatchTokens
+from engine.algorithm.losses import LOSSES, Terms
+from engine.config import Algorithm
 from engine.trainer.micro_batches import micro_batches
 from engine.trainer.ranks.packing import Packing
 from engine.types import Group, Prompt, Score
 from engine.wire.columns import batch_scores, open_group, pack_group
-from support.policies import response
+from support.policies import advantages_with, response
 
 LOW = 0.2
 HIGH = 0.28
@@ -115,7 +115,7 @@ def test_advantages(groups, given_):
         batch = batch_scores(rows) if ADVANTAGES[name].scope == "batch" else None
         found = plain_advantages(name, groups, given_)
         for group, row in zip(groups, rows, strict=True):
-            ours = GroupAdvantages(advantage=name, **given_).advantages(open_group(row, batch)).tolist()
+            ours = advantages_with(advantage=name, **given_).advantages(open_group(row, batch)).tolist()
             plain = [found.get((group.index, number), 0.0) for number in range(len(ours))]
             assert ours == pytest.approx(plain, rel=1e-5, abs=1e-5), name
 
@@ -127,8 +127,8 @@ def test_an_advantage_of_a_users_own_gets_the_trained_lengths(tmp_path):
     scores = (Score(1.0), Score(0.0), Score(0.0, excluded=True))
     group = Group(0, 0, Prompt("p", "", "", (1,)), (responses[0], cut, responses[2]), scores)
     spec = f"{tmp_path / 'own.py'}:own"
-    assert GroupAdvantages(advantage=spec).advantages(group).tolist() == [3.0, 4.0, 0.0]
-    assert GroupAdvantages(advantage=spec, mask_truncated=True).advantages(group).tolist() == [3.0, 0.0, 0.0]
+    assert advantages_with(advantage=spec).advantages(group).tolist() == [3.0, 4.0, 0.0]
+    assert advantages_with(advantage=spec, mask_truncated=True).advantages(group).tolist() == [3.0, 0.0, 0.0]
 
 
 def clipped(ratio, advantage, low=1 - LOW, high=1 + HIGH):
@@ -193,10 +193,9 @@ def test_losses(groups, given_, seed):
 
 
 def compare_loss(name, groups, given_, draw):
-    made = GroupAdvantages(loss=name, advantage="dr_grpo", **given_)
+    made = advantages_with(loss=name, advantage="dr_grpo", **given_)
     loss = LOSSES[name]
-    limits = BatchLossSettings(second_moment=SECOND_MOMENT)
-    coefficients = Coefficients(LOW, HIGH, BETA, 0.0, limits=limits)
+    coefficients = Algorithm(clip_low=LOW, clip_high=HIGH, kl_coef=BETA, m2po={"threshold": SECOND_MOMENT})
     plain = []
     parts = []
     (packed,) = micro_batches(groups, Packing(10_000), made)
@@ -224,7 +223,7 @@ def compare_loss(name, groups, given_, draw):
         rollout=logprobs,
         response=packed.response,
         responses=len(packed.members),
-        statistics=loss.statistics(chosen, limits) if loss.statistics is not None else (),
+        statistics=loss.statistics(chosen, coefficients) if loss.statistics is not None else (),
     )
     found = loss(terms, coefficients)
     counts = [count for group in groups for count in made.count_tokens(group)]

@@ -110,7 +110,7 @@ def test_the_scores_of_a_batch_stand_in_the_order_of_its_groups_and_come_with_th
 
     groups = [scored(1, 0.5, 0.0), scored(0, 1.0, 0.25)]
     scores = batch_scores(list(map(pack_group, groups)))
-    assert scores == BatchScores(((1.0, 0.25), (0.5, 0.0)), ((2, 2), (2, 2)), ((2, 2), (2, 2)))
+    assert scores == BatchScores(((1.0, 0.25), (0.5, 0.0)), ((2, 2), (2, 2)), ((1, 1), (1, 1)))
     assert crossed(groups[0], scores).batch == scores
 
 
@@ -134,7 +134,7 @@ def test_further_columns_cross_as_arrays_and_can_be_added_to_the_reward():
     for name, values in columns.items():
         assert (opened.columns[name].dtype, opened.columns[name].tolist()) == (values.dtype, values.tolist())
     assert [score.value for score in opened.scores] == [1.5]
-    assert batch_scores([row], {"bonus": 2.0}) == BatchScores(((1.5,),), ((2,),), ((2,),))
+    assert batch_scores([row], {"bonus": 2.0}) == BatchScores(((1.5,),), ((2,),), ((1,),))
     bare = open_group(row.only(["prompt", "responses"]))  # what a stage gets that needs no more
     assert (bare.scores, bare.responses[0].logprobs, bare.columns) == ((), (), {})
 

@@ -186,7 +186,7 @@ def test_no_flipped_bit_is_replayed(tmp_path):
     """Neither in a group nor in what stands beside it: the scores of the batch, places and lengths."""
     path = tmp_path / "record.msgpack"
     recorder = RecordWriter(path, CONFIG, 0)
-    recorder.add_window(0, Window(0, (group(0), group(1)), BatchScores(((1.0,),) * 2, ((2,),) * 2)))
+    recorder.add_window(0, Window(0, (group(0), group(1)), BatchScores(((1.0,),) * 2, ((2,),) * 2, ((2,),) * 2)))
     recorder.flush()
     right = list(read_record(path))
     whole = path.read_bytes()

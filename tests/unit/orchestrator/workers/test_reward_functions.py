@@ -104,6 +104,23 @@ async def test_built_in_rewards_add_up_too():
         assert (score.value, score.metrics) == (0.9, {"math": 1.0, "exact": 0.0})
 
 
+@pytest.mark.parametrize(
+    ("functions", "correct"),
+    [
+        ([("math", 0.8), ("longest", 0.2)], True),  # 0.8 and more, but the answer is right
+        ([("exact", 0.8), ("longest", 2)], False),  # more than 1, but it is wrong
+        ([("math", 1), ("exact", 0)], True),  # what is only logged does not judge
+        ([("math", 1), ("exact", 1)], False),
+        ([("longest", 1)], None),
+    ],
+)
+async def test_a_built_in_reward_among_several_says_what_is_correct(file, functions, correct):
+    named = [(name if name in ("math", "exact") else f"{file}:{name}", weight) for name, weight in functions]
+    async with pool_of(*(f'{{function="{name}", weight={weight}}}' for name, weight in named)) as pool:
+        (score,) = await pool.score(PROMPT, [response("\\boxed{2}")])
+        assert score.correct is correct
+
+
 async def test_a_function_that_can_not_be_loaded_is_named(file):
     with pytest.raises(BadInput, match=r'reward.functions: function = ".*:absent": .* defines no absent'):
         async with pool_of('{function="math"}', f'{{function="{file}:absent"}}'):

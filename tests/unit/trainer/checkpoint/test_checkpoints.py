@@ -6,6 +6,7 @@ tests/parallel/test_checkpoints.py. s3://: tests/unit/tasks/stages/test_publish.
 
 import json
 
+import numpy as np
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -41,11 +42,14 @@ def test_a_resumed_run_is_the_run_bit_for_bit(build, saved):
     policy, checkpoints = build(**saved)
     train(policy, 1), train(policy, 2)
     torch.rand(3)
+    np.random.normal()  # of two that it draws, numpy keeps the second one
     save(checkpoints, 2)
     stream = CPU.rng_state()
+    drawn = np.random.normal(size=3).tolist()
     other, again = build(**saved)
     torch.rand(5)
     assert again.resume() == 2
+    assert np.random.normal(size=3).tolist() == drawn
     assert all(torch.equal(value, stream[name]) for name, value in CPU.rng_state().items())
     assert_same(policy, other)
     for seed in (3, 4):
