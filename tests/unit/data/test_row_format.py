@@ -206,6 +206,16 @@ def test_messages_after_the_users_last_reach_the_model(write, column, after, kep
     ]
 
 
+def test_the_begin_of_a_response_that_the_template_writes_too_is_there_once(write, tmp_path):
+    model = shutil.copytree(MODEL, tmp_path / "model")
+    with (model / "chat_template.jinja").open("a") as template:
+        template.write("{% if add_generation_prompt %}<think>\n{% endif %}")
+    made = config(write({"prompt": [ASKED, THINK], "answer": "2"}), *CHAT, f"model.path={model}")
+    (prompt,) = encode(made).prompts
+    assert prompt.text.endswith(THINK["content"])
+    assert prompt.text.count("<think>") == 1
+
+
 def test_an_answer_of_messages_is_the_assistants_last(write):
     rows = [
         {"messages": [ASKED, *after, {"role": "assistant", "content": "so\n#### 2"}]} for after in ([], [CALL, RESULT])

@@ -38,6 +38,7 @@ def test_other_scores_are_flipped_at_random_close_to_enumeration():
     differences = [0.137, -0.052, 0.231, 0.318, -0.111, 0.273, 0.094, 0.005, 0.212, -0.083, 0.441, 0.059]
     assert sign_flip(differences, 1) == pytest.approx(enumerated(differences), abs=0.0045)
     assert sign_flip(differences, 1) == sign_flip(differences, 1)
+    assert sign_flip([898838.3, 683983.9, 472142.7, -2054964.9]) == 1.0  # the sum is 0 but for rounding
 
 
 @pytest.mark.parametrize("largest", [1_000, 1_000_000])

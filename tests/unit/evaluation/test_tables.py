@@ -177,6 +177,12 @@ def test_pass_at_k_counts_whole_scores_and_the_metrics_of_the_scores_have_means(
     assert [one.get("reward/form") for one in problem["responses"]] == [0.25, None, None, 0.75]
 
 
+def test_where_a_program_scores_there_is_no_vote(recorded, tmp_path):
+    (tmp_path / "own.py").write_text("")
+    rows = [recorded(0)[0], recorded(0, rollout={"program": f"{tmp_path}/own.py:program"})[0]]
+    assert ["maj_at_k" in row for row in rows] == ["maj_at_k_bootstrap" in row for row in rows] == [True, False]
+
+
 def test_a_metric_of_an_excluded_response_is_in_no_mean(recorded):
     scores = (Score(1.0, metrics={"form": 0.5}), Score(0.0, excluded=True, metrics={"form": 9.0}))
     assert recorded(0, scores=scores)[0]["reward/form"] == 0.5
