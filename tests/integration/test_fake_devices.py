@@ -69,3 +69,53 @@ def test_a_thread_a_buffer_or_an_operand_on_another_device_would_be_noticed(care
     done = synced("cuda:1", "nccl", careless=careless)
     assert done.returncode != 0
     assert message in done.stderr
+
+
+RECIPES = {path.stem: path for path in sorted((ROOT / "infra/recipes").rglob("*.toml"))}
+QUICKSTART = "infra/recipes/quickstart.toml"
+ROLLOUT = {"algorithm.old_policy": "rollout"}
+PREVIOUS = {"algorithm.old_policy": "previous", "algorithm.kl_coef": 0.01}
+ALGORITHMS = {
+    "plain": {},
+    "entropy": {"algorithm.entropy_coef": 0.01},
+    "gspo": {"algorithm.loss": "gspo", **ROLLOUT},
+    "cispo": {"algorithm.loss": "cispo", **ROLLOUT},
+    "dual clip": {"algorithm.loss": "dapo", "algorithm.dual_clip": 3.0, **ROLLOUT},
+    "dr_grpo": {"algorithm.loss": "dr_grpo", "algorithm.advantage": "dr_grpo"},
+    "gpg": {"algorithm.loss": "gpg", "algorithm.advantage": "gpg", "algorithm.kl_coef": 0},
+    "truncate": {"algorithm.mismatch": "truncate"},
+    "mask": {"algorithm.mismatch": "mask"},
+    "reject": {"algorithm.mismatch_reject": "sequence"},
+    "measure": {"algorithm.gradient_control": "measure"},
+    "selective": {"train.recompute": "selective"},
+    "recompute": {"train.recompute": "true"},
+    "one layer": {"train.recompute": 1},
+    "fp32 head": {"model.head_dtype": "float32"},
+    "offload": {**PREVIOUS, "train.offload": "true"},
+    "zero": {"train.distributed_optimizer": "true"},
+    "fp32": {"train.dtype": "float32", "model.dtype": "float32"},
+    "masked": {"algorithm.mask_truncated": "true"},
+    "plain prompts": {"attention.shared_prompt": "false"},
+}
+
+
+@pytest.mark.timeout(900)
+def test_every_recipe_and_algorithm_takes_two_steps_on_an_npu():
+    """Its kernels' operators are those of torch_npu's list, and no tensor is on the host where the device's is needed.
+    Losses of a whole batch ask how many tokens they keep, which a device without data does not know."""
+    cases = [{"name": name, "recipe": str(path), "keys": {}} for name, path in RECIPES.items()]
+    cases += [{"name": name, "recipe": QUICKSTART, "keys": keys} for name, keys in ALGORITHMS.items()]
+    done = subprocess.run(
+        [sys.executable, ROOT / "tests/support/fake_npu_steps.py"],
+        input="".join(json.dumps(case) + "\n" for case in cases),
+        capture_output=True,
+        text=True,
+        timeout=880,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("CASE ")]  # others print, too
+    found = {line["name"]: line["error"] for line in lines}
+    assert found == {case["name"]: "" for case in cases}
+    assert len(RECIPES) == 24
