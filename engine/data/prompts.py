@@ -39,22 +39,15 @@ def encode_problems(
     data: Data,
     max_context: int,
     *,
-    vocabulary: int | None = None,
     clock: datetime | None = None,
 ) -> EncodedPrompts:
     """Put every problem into the template and tokenize it.
 
     `data`: has the template and what it adds. No special tokens are added to a text. `max_context` is the limit of
-    prompt and response together, in tokens. `vocabulary` is the number of tokens that the model has; None if there is
-    no model yet. `clock` is the time given to a chat template that asks for it; None: the present. Raises BadInput if
-    no prompt is left, if a prompt has a token that the model lacks, if the tokenizer has no chat template, or one that
-    fails, and like `check_template`.
+    prompt and response together, in tokens. `clock` is the time given to a chat template that asks for it; None: the
+    present. Raises BadInput if no prompt is left, if a prompt has a token that the model lacks, if the tokenizer has no
+    chat template, or one that fails, and like `check_template`.
     """
-    if data.prompt_template == "chat" and not tokenizer.chat_template:
-        raise BadInput(
-            'data.prompt_template = "chat": the tokenizer has no chat template; '
-            "give a text with {problem} in it instead"
-        )
     check_template(problems, data)
     rows: dict[str, ProblemRow] = {}
     for row in problems.rows:
@@ -75,8 +68,7 @@ def encode_problems(
             f"problem set {problems.source}: no prompt is left of {len(problems.rows)} rows "
             f"({format_counts(skipped)}); rollout.max_context is {max_context} tokens"
         )
-    if vocabulary is not None:
-        _check_ids(prompts, vocabulary, problems.source)
+    _check_ids(prompts, tokenizer.vocabulary(), problems.source)
     return EncodedPrompts(tuple(prompts), dict(skipped), Counter(part for part, _ in fitting))
 
 

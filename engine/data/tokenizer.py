@@ -132,7 +132,7 @@ class TokenizerFile:
 
         owner = self.for_verifiers.folder or "the tokenizer"
         if not self.chat_template:
-            raise BadInput(f"{owner} has no chat template")
+            raise BadInput(f"{owner} has no chat template (chat_template.jinja)")
         named = self._transformers.special_tokens_map
         given = {"tools": None, "documents": None, **named, **self._variables, **variables}
         if clock is not None:
@@ -248,9 +248,9 @@ def _read_json(model: Path, made: PreTrainedTokenizerBase) -> bytes:
     if (model / "tokenizer.json").is_file():
         return (model / "tokenizer.json").read_bytes()
     if (backend := getattr(made, "backend_tokenizer", None)) is None:
+        kind = type(made).__name__
         raise BadInput(
-            f"model.path {model}: it has no tokenizer.json, and transformers ({type(made).__name__}) makes none of its "
-            "files; expected the tokenizer.json of the library `tokenizers`"
+            f"model.path {model}: it has no tokenizer.json, and transformers ({kind}) makes none of its files"
         )
     return str(backend.to_str()).encode()
 

@@ -77,10 +77,6 @@ def encode_benchmarks(config: Config, benchmarks: Sequence[Benchmark], tokenizer
     data = config.data
     context = config.rollout.max_context
     most = config.evaluate.problems or None
-    vocabulary = tokenizer.vocabulary()
     clock = read_run(config.folder).began_at or read_run(Path(config.model.path).parent).began_at
-    encoded = [
-        (one.name, encode_problems(one.problems, tokenizer, data, context, vocabulary=vocabulary, clock=clock))
-        for one in benchmarks
-    ]
+    encoded = [(one.name, encode_problems(one.problems, tokenizer, data, context, clock=clock)) for one in benchmarks]
     return [EncodedBenchmark(name, found.prompts[:most], found.skipped) for name, found in encoded]

@@ -85,14 +85,8 @@ def how_to_join(config: Config, folder: RunFolder) -> str:
 
 def prompt_loader(config: Config, problems: Problems, tokenizer: Tokenizer) -> PromptLoader:
     """Encode the problems, and return their loader, whose fingerprint is computed."""
-    encoded = encode_problems(
-        problems,
-        tokenizer,
-        config.data,
-        config.rollout.max_context,
-        vocabulary=tokenizer.vocabulary(),
-        clock=read_run(config.folder).began_at,
-    )
+    began = read_run(config.folder).began_at
+    encoded = encode_problems(problems, tokenizer, config.data, config.rollout.max_context, clock=began)
     loader = load_prompts(encoded, config)
     _ = loader.fingerprint  # here in a thread, because it takes seconds for many prompts
     return loader

@@ -204,19 +204,12 @@ def _check_encoding(
     if difference := tokenizer.compare_transformers():
         _warn(f"model.path {model}: {difference}; Metronome uses tokenizer.json, other programs may not")
     _warn_of_template(config, tokenizer)
-    vocabulary = tokenizer.vocabulary()
     evaluated = with_evaluation_context(config).rollout.max_context
     first: Prompt | None = None
     idle: list[set[str]] = []
     sets = [(each, evaluated) for each in benchmarks]
     for each, context in ([(problems, config.rollout.max_context)] if problems is not None else []) + sets:
-        encoded = partial(
-            encode_problems,
-            tokenizer=tokenizer,
-            data=config.data,
-            max_context=context,
-            vocabulary=vocabulary,
-        )
+        encoded = partial(encode_problems, tokenizer=tokenizer, data=config.data, max_context=context)
         check_template(each, config.data)
         for part in sorted({row.part for row in each.rows}):
             rows = tuple(row for row in each.rows if row.part == part)
@@ -225,13 +218,12 @@ def _check_encoding(
             except BadInput:
                 found = encoded(replace(each, rows=rows))
             first = first or (found.prompts[0] if each is problems else None)
-            if lost := tokenizer.lost_tokens(found.prompts[0].text + tokenizer.after_a_turn):
+            if lost := tokenizer.lost_tokens(found.prompts[0].text):
                 raise BadInput(
                     f"model.path {model}: prompts have the special token {lost[0]!r}, which tokenizer_config.json or "
                     "added_tokens.json adds, but tokenizer.json does not have it: add it there, with its id"
                 )
-            if config.data.prompt_template == "chat":
-                idle.append(keys_without_effect(replace(each, rows=rows[:TRIED]), tokenizer, config.data))
+            idle.append(keys_without_effect(replace(each, rows=rows[:TRIED]), tokenizer, config.data))
         if typed := count_typed_tokens(each, tokenizer, config.data):
             _warn(
                 f"{each.source}: {typed.total():,} of {len(each.rows):,} problems contain special tokens of the model, "

@@ -87,14 +87,8 @@ def encode_prompts(
 ) -> PromptFigures:
     """Figures of the training prompts in tokens. Settings, hashes and code are only cache keys; the config is none."""
     tokenizer = Tokenizer(Path(model))
-    encoded = encode_problems(
-        prepared.training_problems(config),
-        tokenizer,
-        config.data,
-        config.rollout.max_context,
-        vocabulary=tokenizer.vocabulary(),
-        clock=clock,
-    )
+    problems = prepared.training_problems(config)
+    encoded = encode_problems(problems, tokenizer, config.data, config.rollout.max_context, clock=clock)
     lengths = [len(prompt.token_ids) for prompt in encoded.prompts]
     return {
         "prompts": len(encoded.prompts),

@@ -93,12 +93,9 @@ def _check_prompts(config: Config, state: JsonObject) -> None:
     if state["prompts"] is None:
         return
     tokenizer = Tokenizer(Path(config.model.path))
+    began = known_run(config).began_at
     encoded = encode_problems(
-        training_problems(config),
-        tokenizer,
-        config.data,
-        config.rollout.max_context,
-        clock=known_run(config).began_at,
+        training_problems(config), tokenizer, config.data, config.rollout.max_context, clock=began
     )
     if load_prompts(encoded, config).fingerprint == state["prompts"] or "prompts" in config.run.accept:
         return

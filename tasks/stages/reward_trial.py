@@ -85,12 +85,8 @@ def _chosen_prompts(
     if missing := named.difference(ids):
         raise BadInput(f"--responses: no problem of {problems.source} has the prompt_id {min(missing)}")
     chosen = [row for number, row in enumerate(problems.rows) if number < first or ids[number] in named]
-    return encode_problems(
-        replace(problems, rows=tuple(chosen)),
-        tokenizer=tokenizer,
-        data=config.data,
-        max_context=config.rollout.max_context,
-    ).prompts
+    problems = replace(problems, rows=tuple(chosen))
+    return encode_problems(problems, tokenizer, config.data, config.rollout.max_context).prompts
 
 
 def _response(tokenizer: Tokenizer, text: str) -> Response:

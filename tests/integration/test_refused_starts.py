@@ -52,7 +52,7 @@ REFUSED = {
     "no chat template": (
         a_model(without_chat_template),
         ["data.prompt_template=chat"],
-        "the tokenizer has no chat template",
+        "has no chat template",
     ),
     "a model without a tokenizer": (a_model(without_tokenizer), [], "AutoTokenizer can't load a tokenizer there"),
     "a model with damaged weights": (a_model(with_cut_weights), [], "damaged safetensors file"),

@@ -53,11 +53,6 @@ def parse_request(
 
 def _chat_text(body: JsonObject, tokenizer: Tokenizer) -> str:
     """Return the messages in the tokenizer's chat format, followed by the beginning of the answer."""
-    if not tokenizer.chat_template:
-        raise BadInput(
-            "messages: the tokenizer of this model has no chat template; send a prompt to /v1/completions instead, "
-            "or add a chat_template.jinja to the model's folder"
-        )
     messages = body.get("messages")
     if not isinstance(messages, list) or not messages:
         raise BadInput('messages: it must be a list with at least one {"role": …, "content": …}')

@@ -1,3 +1,4 @@
+import json
 from datetime import UTC, datetime
 
 import pytest
@@ -16,7 +17,16 @@ from engine.errors import BadInput
 
 PLAIN = Data()
 CHAT = Data(prompt_template="chat")
+SIZES = {
+    **{"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 8},
+    **{"num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 64},
+}
 CHARACTERS = "0123456789+= {}abcdefghijklmnopqrstuvwxyz<>/\n"
+
+
+def write_sizes(folder, vocabulary):
+    """A model with so many tokens."""
+    (folder / "config.json").write_text(json.dumps(SIZES | {"vocab_size": vocabulary}))
 
 
 @pytest.fixture
@@ -26,6 +36,7 @@ def tokenizer(tmp_path):
     model.pre_tokenizer = Split("", "isolated")
     # Like many models' tokenizers it would put <bos> in front of everything if asked for special tokens.
     model.post_processor = TemplateProcessing(single="<bos> $A", special_tokens=[("<bos>", 0)])
+    write_sizes(tmp_path, len(vocabulary))
     PreTrainedTokenizerFast(tokenizer_object=model, bos_token="<bos>").save_pretrained(tmp_path)
     return Tokenizer(tmp_path)
 
@@ -143,11 +154,13 @@ def test_no_prompt_left(tokenizer):
         encode_problems(problems(("1+1=", "2"), ("2+2=", "4")), tokenizer, PLAIN, 4)
 
 
-def test_a_token_that_the_model_lacks_is_refused(tokenizer):
+def test_a_token_that_the_model_lacks_is_refused(tokenizer, tmp_path):
     last = max(spelled("1+1="))
-    assert encode_problems(problems(("1+1=", "2")), tokenizer, PLAIN, 64, vocabulary=last + 1).prompts
+    write_sizes(tmp_path, last + 1)
+    assert encode_problems(problems(("1+1=", "2")), tokenizer, PLAIN, 64).prompts
+    write_sizes(tmp_path, last)
     with pytest.raises(BadInput, match=rf"gives token {last} in the prompt '1\+1=' of set\.json.*vocab_size is {last}"):
-        encode_problems(problems(("1+1=", "2")), tokenizer, PLAIN, 64, vocabulary=last)
+        encode_problems(problems(("1+1=", "2")), tokenizer, PLAIN, 64)
 
 
 def test_id_is_a_fixed_function_of_problem_and_answer():
