@@ -13,9 +13,9 @@ import msgspec
 
 from engine.config import Config
 from engine.errors import BadInput
-from engine.model.shape import content_hash
 from engine.run.files import put_in_place
 from engine.run.resume import compared_value, keys_of
+from engine.run.run_file import read_run
 from engine.run.run_inputs import find_inputs
 from engine.types import BatchScores, Group, JsonObject
 from engine.wire.columns import Column, Row, open_group, pack_column
@@ -60,7 +60,7 @@ class RecordWriter:
         kept = check_continued(path, config, start)
         partial = path.with_suffix(".partial")
         with partial.open("wb") as file:
-            file.write(msgspec.msgpack.encode({"plan": record_settings(config)}))
+            file.write(msgspec.msgpack.encode({"plan": record_settings(config, path.parent)}))
             file.writelines(map(_sealed, kept))
         put_in_place(partial, path)
         self._file = path.open("ab")
@@ -104,20 +104,22 @@ def _entries_before(path: Path, config: Config, start: int) -> list[RecordEntry]
     return kept
 
 
-def record_settings(config: Config) -> JsonObject:
+def record_settings(config: Config, run: Path | None = None) -> JsonObject:
     """Return what must be the same for a replay to give the same weights: the settings that are marked fixed or plan
-    (engine.config.marks), and the hashes of the base model and of one's own code of the algorithm, whose files are read
-    and may lie elsewhere at a replay.
+    (engine.config.marks), and the hashes of the base model and of one's own code of the algorithm, whose files may lie
+    elsewhere at a replay: those of the start of the run in the folder `run`, or of the present files.
 
     They include train.steps if the learning rate decays towards the last step, but not train.mode: a replay trains the
     same windows in any mode.
     """
     tables = config.model_dump(mode="json")
-    found: JsonObject = {"content of model.path": content_hash(Path(config.model.path))}
+    began = {} if run is None else read_run(run).inputs
+    inputs = began or find_inputs(config, Path(config.model.path), ["weights", "algorithms"])
+    found: JsonObject = {"content of model.path": inputs["weights"]["hash"]}
     found |= {key: compared_value(tables, key) for key in keys_of("fixed", "plan") if key != "train.mode"}
     if config.train.schedule != "constant":
         found["train.steps"] = config.train.steps
-    [code] = find_inputs(config, Path(config.model.path), ["algorithms"]).values()
+    code = inputs["algorithms"]
     return found | ({"content of the algorithm's code": code["hash"]} if code["named"] else {})
 
 
