@@ -37,7 +37,7 @@ from engine.run.disk import raise_limit
 from engine.run.folder import RunFolder
 from engine.run.limits import check_open_files
 from engine.run.progress import Progress
-from engine.run.run_inputs import check_evaluated, code_of, find_inputs
+from engine.run.run_inputs import check_model, code_of, find_inputs
 from engine.run.trace import Trace
 from engine.types import JsonObject, Score
 
@@ -103,7 +103,7 @@ def evaluate_model(
     there is no instance for rollout.wait_s seconds, and BadInput for input that can't be evaluated.
     """
     check_open_files(config)
-    check_evaluated(folder.path, config, model)
+    check_model(folder.path, config, model)
     progress = progress or EvaluationProgress()
     if code_of(folder.path, config, "reward") != find_inputs(config, model, ["reward"])["reward"]:
         text = (

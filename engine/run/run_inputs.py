@@ -1,8 +1,9 @@
 """What makes a run's numbers besides its settings and its prompts: the base model's weights, its tokenizer, and the
 files that the config names as the user's own code. The run folder and each checkpoint have their hashes, and the run
-folder a copy of the code.
+folder a copy of the code, which all processes of the run load.
 
-A resume, an evaluation and a registration compare them. A difference is refused by name, unless run.accept names it.
+A resume compares them; an evaluation and a registration compare the model. A difference is refused by name, unless
+run.accept names it.
 """
 
 from __future__ import annotations
@@ -99,10 +100,10 @@ def _copies(folder: Path, part: str, one: InputPart) -> Path:
     return folder.resolve() / CODE / f"{part}-{one['hash'][:12]}"
 
 
-def check_evaluated(folder: Path, config: Config, model: Path) -> None:
-    """Raise BadInput, as `check_inputs_kept` does, if an evaluation in a run folder would take a changed base model for
-    the run's, or a policy with a changed tokenizer for its policy or for that of one of its checkpoints. It scores with
-    the run's reward (`code_of`)."""
+def check_model(folder: Path, config: Config, model: Path) -> None:
+    """Raise BadInput, as `check_inputs_kept` does, if an evaluation or a registration in a run folder would take a
+    changed base model for the run's, or a policy with a changed tokenizer for its policy or for that of one of its
+    checkpoints."""
     before = read_run(folder).inputs
     path = str(model.resolve())
     of_base = {"weights", "tokenizer"} if before and before["weights"]["path"] == path else set()
@@ -110,13 +111,6 @@ def check_evaluated(folder: Path, config: Config, model: Path) -> None:
     of_policy = {"tokenizer"} if model.resolve() in [place.resolve() for place in policies] else set()
     parts = [part for part in before if part in of_base | of_policy]
     check_inputs_kept(config, find_inputs(config, model, parts), before)
-
-
-def check_registered(folder: Path, config: Config) -> None:
-    """Raise BadInput, as `check_inputs_kept` does, if a run's model is not the one that it was trained from."""
-    before = read_run(folder).inputs
-    parts = [part for part in before if not before[part]["named"]]
-    check_inputs_kept(config, find_inputs(config, Path(config.model.path), parts), before)
 
 
 def check_inputs_kept(config: Config, now: Inputs, before: Inputs) -> None:

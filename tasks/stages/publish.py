@@ -16,7 +16,7 @@ from engine.run.checkpoint_files import folder_of
 from engine.run.checkpoint_store import place_of, upload_checkpoint
 from engine.run.folder import RunFolder
 from engine.run.progress import folder_size
-from engine.run.run_inputs import check_registered
+from engine.run.run_inputs import check_model
 from tasks.attempt import RegisteredPolicy, run_folder
 from tasks.terminal.console import say
 from tasks.terminal.progress_display import copied, show_progress
@@ -72,12 +72,13 @@ def register(name: str, policy: Path, accept: Sequence[Accepted] = ()) -> Regist
     """Store the policy's folder in the active MLflow run and register it with its lineage.
 
     A repeated call continues where the first was interrupted. `policy`: the folder `policy/` of a run folder, whose
-    config and evaluations are read. `accept`: as run.accept. Raises TrackingAway, and BadInput if the base model or the
-    user's code is not what the run was trained with.
+    config and evaluations are read. `accept`: as run.accept. Raises TrackingAway, and BadInput if the base model is
+    not what the run was trained from.
     """
     folder = RunFolder(policy.parent)
     config = folder.read_config()
-    check_registered(folder.path, config.model_copy(update={"run": config.run.model_copy(update={"accept": accept})}))
+    accepting = config.model_copy(update={"run": config.run.model_copy(update={"accept": accept})})
+    check_model(folder.path, accepting, Path(config.model.path))
     what = f"registering {name}"
     version = retry_while_away(what, lambda: tracked_run.register_version(name, policy))
     verdict = retry_while_away(what, lambda: update_champion(name, version, folder, config))

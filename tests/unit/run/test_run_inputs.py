@@ -11,7 +11,7 @@ import pytest
 
 from engine.errors import BadInput
 from engine.run.run_file import read_run
-from engine.run.run_inputs import check_evaluated, check_registered, record_inputs
+from engine.run.run_inputs import check_model, record_inputs
 from engine.run.user_code import find_code
 from support.run_folders import a_checkpoint
 from support.runs import config_of
@@ -80,12 +80,12 @@ def test_what_makes_the_numbers_may_not_change_unnoticed(world, tmp_path, part, 
     with pytest.raises(BadInput, match=rf"{said}.*run\.accept=\[.{part}.\]"):
         record_inputs(config)
     with pytest.raises(BadInput, match=said) if part in ("weights", "tokenizer") else nullcontext():
-        check_registered(folder, config)  # the run's processes have loaded the copies of its code
+        check_model(folder, config, Path(config.model.path))  # the run's processes have loaded the copies of its code
     other = "reward" if part != "reward" else "tokenizer"
     with pytest.raises(BadInput, match=said):
         record_inputs(accepting(config, other))
     assert read_run(folder).inputs == before
-    check_registered(folder, accepting(config, part))
+    check_model(folder, accepting(config, part), Path(config.model.path))
     record_inputs(accepting(config, part))
     after = read_run(folder).inputs
     assert {one for one in before if before[one] != after[one]} == {part}
@@ -117,15 +117,15 @@ def test_an_evaluation_compares_what_its_figures_depend_on(world, tmp_path):
     record_inputs(config)
     for policy in (folder / "policy", folder / "exported/step-000002"):
         shutil.copytree(model, policy)
-        check_evaluated(folder, config, policy)
+        check_model(folder, config, policy)
         (policy / "tokenizer.json").write_text("{}")
         with pytest.raises(BadInput, match="the tokenizer"):
-            check_evaluated(folder, config, policy)
-    check_evaluated(folder, config, tmp_path)  # another model is compared with nothing
+            check_model(folder, config, policy)
+    check_model(folder, config, tmp_path)  # another model is compared with nothing
     change(tmp_path, "weights")
     with pytest.raises(BadInput, match="the weights"):
-        check_evaluated(folder, config, model)
-    check_evaluated(tmp_path / "elsewhere", config, model)  # no run has recorded anything
+        check_model(folder, config, model)
+    check_model(tmp_path / "elsewhere", config, model)  # no run has recorded anything
 
 
 def test_the_run_folder_keeps_the_code_and_a_setting_that_names_other_code_is_no_change(world):
