@@ -167,6 +167,18 @@ def test_a_replay_needs_no_instances(monkeypatch, settings):
         check_inputs(config)
 
 
+@pytest.mark.parametrize("training", [True, False])
+def test_an_evaluation_that_starts_an_instance_needs_vllm_before_anything_is_read(monkeypatch, settings, training):
+    """Also in a run all of whose own instances join."""
+    monkeypatch.setenv(PYTHON, "/nowhere/python")
+    config = config_of(settings | {"rollout.engine": "vllm", "rollout.instances": 0, "data.train": "nowhere.jsonl"})
+    with pytest.raises(BadInput, match="there is no interpreter"):
+        check_inputs(config, training=training, evaluates=True)
+    if training:
+        with pytest.raises(BadInput, match=r"nowhere\.jsonl"):
+            check_inputs(config)
+
+
 @pytest.fixture(autouse=True)
 def warned_of_nothing_yet():
     _warn.cache_clear()

@@ -17,6 +17,8 @@ from engine.tools.dry_run.model_shape import PUBLISHED, shape_of
 from support.paper_recipes import DEVICES
 
 PAPERS = "infra/recipes/papers"
+EMBEDDING = 151_936 * 4096 * 2
+"""Bytes of the largest tensor of Qwen3-8B in bf16."""
 ROOM = 3 * GIB
 """Memory that a recipe leaves for what the plan can't count (docs/hardware.md)."""
 PARAMETERS = {  # as transformers counts them in the published models, tied output layers once
@@ -217,6 +219,17 @@ def test_tables_name_every_term():
         "sum",
     }
     assert memory["sum"].endswith("of 79.1 GiB")
+
+
+@pytest.mark.parametrize(
+    ("transport", "bucket_mb", "bucket"), [("nccl", 256, EMBEDDING), ("nccl", 2048, 2**31), ("gloo", 256, 0)]
+)
+def test_a_tensor_that_is_larger_than_a_bucket_is_one(transport, bucket_mb, bucket):
+    """Three in the trainer's memory; two in the instance's, beside the share that vLLM takes."""
+    keys = [f"weights.transport={transport}", f"weights.bucket_mb={bucket_mb}"]
+    made = plan_run(recipe("gac-qwen3-8b", *keys, "rollout.vllm.gpu_memory_utilization=0.99"))
+    assert sum(term.bytes for term in made.trainer.terms if term.name == "sync buckets") == 3 * bucket
+    assert made.instance.available == pytest.approx(min(0.99 * 79.1 * GIB, 79.1 * GIB - 2 * bucket))
 
 
 def test_what_this_machine_has_too_little_of_is_refused_as_by_the_orchestrator(monkeypatch, tmp_path):
