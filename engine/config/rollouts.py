@@ -93,7 +93,8 @@ class Rollout(Table):
     use."""
     share_devices: bool = False
     """Let vLLM instances use devices of trainer ranks, as where a machine has only one. `gpu_memory_utilization` in
-    [rollout.vllm] must then say vLLM's share of the memory. Weights travel by "file" or "gloo"."""
+    [rollout.vllm] must then say vLLM's share of the memory; a rank allocates at most the rest. Weights travel by "file"
+    or "gloo". Not on NPUs."""
     concurrency: PositiveInt | Literal["all"] = 4
     """Whole groups that are in flight on one instance at a time. With fewer, training starts earlier; with more,
     decoding is faster. A response that ends frees its slot at once; the next group is sent when it has a slot for each

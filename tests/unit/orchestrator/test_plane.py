@@ -254,20 +254,34 @@ GIVEN_BY_THE_PLANE = {"step", "weight_version", "pool_size", "rollout_s", "rewar
 }
 
 
-async def report_cosines(conduct, tmp_path, cosines, **algorithm):
-    """The notices of a run whose steps report these cosines; None is a step without one."""
+async def reporting(conduct, tmp_path, **tables):
+    """A plane to which steps can be reported, the run's folder, and the figures of a step."""
     plane, _ = await conduct(1)
-    plane.config = Config(algorithm={"gradient_control": "gac", **algorithm})
+    plane.config = Config(**tables)
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
     folder.responses.mkdir()
     plane.service.notices = RunEvents(folder.add_notice)
     plane.service.tokenizer = SimpleNamespace(decode=str, pieces=str)
-    figures = {name: value for name, value in FIGURES.items() if name not in GIVEN_BY_THE_PLANE}
+    return plane, folder, {name: value for name, value in FIGURES.items() if name not in GIVEN_BY_THE_PLANE}
+
+
+async def report_cosines(conduct, tmp_path, cosines, **algorithm):
+    """The notices of a run whose steps report these cosines; None is a step without one."""
+    plane, folder, figures = await reporting(conduct, tmp_path, algorithm={"gradient_control": "gac", **algorithm})
     for step, cosine in enumerate(cosines):
         await plane.answer(Report(step=step, figures=figures | {"grad_cosine": cosine}))
     assert [line.get("grad_cosine") for line in read_lines(folder.steps)] == cosines
     return [(line["stage"], line["text"]) for line in read_lines(folder.notices)] if folder.notices.exists() else []
+
+
+@pytest.mark.parametrize(("shared", "devices"), [(True, 1), (False, 2)])
+async def test_the_speed_of_a_device_counts_a_shared_one_once(conduct, tmp_path, shared, devices):
+    rollout = {"engine": "vllm", "devices": [0], "share_devices": shared, "vllm": {"gpu_memory_utilization": 0.4}}
+    plane, _, figures = await reporting(conduct, tmp_path, rollout=rollout)
+    await plane.answer(Report(step=0, figures=figures | {"trained_tokens": 600, "step_s": 3.0}))
+    assert plane.last["pool_size"] == 1
+    assert plane.last["tokens_per_s_per_device"] == 200 / devices
 
 
 @pytest.mark.parametrize(
