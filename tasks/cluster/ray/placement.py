@@ -136,7 +136,7 @@ def running_on_ray(config: Config, folder: Path, model: Path | None = None) -> I
     note = (lambda error: None) if model is not None else run_folder(config).write_failure
     with _connected(config.cluster) as here, RayWatch(_needed(here), note) as watch:
         kind = _device(config.platform.device)
-        config = _with_addresses(config, here.host, model is None)
+        config = with_addresses(config, here.host, model is None)
         wanted = bundles_of(config, kind, training=model is None)
         nodes = [_node(number, amounts, config, folder) for number, amounts in enumerate(wanted.nodes)]
         served = model or Path(config.model.path)
@@ -298,7 +298,7 @@ def _instance(number: int, amounts: Mapping[str, float], config: Config, model: 
     return PlacedPart(f"instance-{number}", amounts, module="flows.cli", arguments=arguments, files=files, model=model)
 
 
-def _with_addresses(config: Config, host: str, training: bool) -> Config:
+def with_addresses(config: Config, host: str, training: bool) -> Config:
     """The config with addresses of this machine, which all nodes reach: those of the recipe if they can be had."""
     listen = _own_address("rollout.listen", config.rollout.listen, host, ports=1)
     rollout = config.rollout.model_copy(update={"listen": listen})

@@ -252,6 +252,14 @@ def test_a_refused_instance_is_given_up_and_without_any_other_the_run_ends(ray, 
 TWO = {"parallel.nodes": 2, "parallel.data": 2, "parallel.rendezvous": "auto:29500"}
 
 
+def test_own_addresses_are_those_by_which_ray_knows_this_machine(monkeypatch):
+    """Not that of the default route, which other nodes of the cluster may not reach."""
+    monkeypatch.setattr("engine.wire.address.ELSEWHERE", "127.0.0.1")
+    config = ray_cluster.with_addresses(config_of({**TWO, "rollout.listen": "auto:7000"}), "127.0.0.9", training=True)
+    assert re.fullmatch(r"127\.0\.0\.9:2\d{4}", config.rollout.listen)  # a loopback is none of a cluster's
+    assert re.fullmatch(r"127\.0\.0\.9:2\d{4}", config.parallel.rendezvous)
+
+
 @pytest.mark.parametrize("least", [0, 1])
 def test_a_trainer_node_that_is_not_started_again_is_waited_for_by_nobody(ray, tmp_path, capsys, least):
     part = PlacedPart("trainer node 1", {}, RANKS, place=HERE, actor=ray.actor())
