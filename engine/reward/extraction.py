@@ -24,6 +24,7 @@ _REACH = 300
 _THOUGHT = "</think>"
 _TAG = re.compile(r"<answer>(.*?)(?:</answer>|\Z)", re.DOTALL | re.IGNORECASE)
 _BRACES = re.compile(r"\\(?:[bB]oxed|f(?:rame)?box)\s*\{|\\.|[{}]", re.DOTALL)
+_OPENED = re.compile(r"\\boxed\s*\{")
 _BLANK = r"(?:\s|\$|\\[()\[\],;!]|\\q?quad)*+"
 _WORD = r"(?:\\text\{\s*)?(and|or|和|或)(?:\s*\})?"
 _BETWEEN = re.compile(
@@ -137,12 +138,15 @@ def stated_answers(text: str) -> list[str]:
        `#### …`. It is the first expression of the statement ("18, not 17" states 18), or its words if it has none.
     4. The last expression: a formula or a number.
 
-    What is before `</think>` counts only if nothing follows.
+    What is before `</think>` counts only if nothing follows. A response that ends inside its only box states nothing.
     """
     spoken = text.rpartition(_THOUGHT)[2]
     text = spoken if spoken.strip() else text
+    boxed = boxed_answer(text)
+    if boxed is None and _OPENED.search(text):
+        return []
     plain = _EMPHASIS.sub("", text)
-    found = [boxed_answer(text), _tagged(plain), _last_statement(plain), _last_expression(plain[-_TAIL:])]
+    found = [boxed, _tagged(plain), _last_statement(plain), _last_expression(plain[-_TAIL:])]
     return list(dict.fromkeys(each.strip() for each in found if each is not None))
 
 

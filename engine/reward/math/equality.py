@@ -480,18 +480,11 @@ def _ratios(one: str, other: str, depth: int) -> bool | None:
     return all(a * second[0] == b * first[0] for a, b in zip(first, second, strict=True)) and any(first)
 
 
-def _texts(one: str, other: str, depth: int) -> bool | None:
-    """Words inside formulas must be equal; a word and a formula differ."""
-    words = [[word.casefold() for word in _TEXTS.findall(text)] for text in (one, other)]
-    return False if words[0] != words[1] or any(_WORDS.fullmatch(text) for text in (one, other)) else None
-
-
 _COMPARISONS: tuple[Callable[[str, str, int], bool | None], ...] = (
     _sequences,
     _builders,
     _options,
     _quantities,
-    _numbers,
     _vectors,
     _matrices,
     _words,
@@ -505,7 +498,6 @@ _COMPARISONS: tuple[Callable[[str, str, int], bool | None], ...] = (
     _lists,
     _numerals,
     _ratios,
-    _texts,
 )
 
 

@@ -111,7 +111,15 @@ def test_a_response_states_one_answer(text, answer):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "I don't know.", "\\boxed{", "<think>12</think> I am not sure.", "What is the answer?"]
+    "text",
+    [
+        "",
+        "I don't know.",
+        "\\boxed{",
+        "<think>12</think> I am not sure.",
+        "What is the answer?",
+        r"x = 17. The answer is \boxed{18",
+    ],
 )
 def test_a_response_that_states_no_answer(text):
     assert stated_answers(text) == []
