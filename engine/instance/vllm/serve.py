@@ -294,14 +294,12 @@ def _refuse_arguments(given: JsonObject, message: str) -> NoReturn:
 
 
 def _announce(options: argparse.Namespace, url: str, port: int) -> None:
-    """Wait until the server answers, and send one completion, so that no request pays for first-time set-up. Then check
-    the log-probabilities, probe a deterministic instance, and write the port file."""
+    """Wait until the server answers. Check its log-probabilities, so that no other request pays for first-time set-up,
+    probe a deterministic instance, and write the port file."""
     try:
         while not _answers(url + "/health"):
             time.sleep(POLL_S)
-        first = {"prompt": [0, 0], "max_tokens": 2, "prompt_logprobs": 0, "ignore_eos": True}
         ask = functools.partial(_ask, url)
-        ask("POST", batch_invariance.COMPLETIONS, first)
         check_logprobs(ask, _platform(options))
         if options.deterministic:
             batch_invariance.check_invariance(ask, options.slots, options.max_context, _platform(options))
