@@ -7,6 +7,7 @@ the next one.
 from __future__ import annotations
 
 import ast
+import contextlib
 import importlib
 import importlib.util
 import os
@@ -90,7 +91,11 @@ def _imports(file: Path, beside: Path) -> Iterator[tuple[str, Sequence[str]]]:
     for node in nodes:
         if isinstance(node, ast.Import | ast.ImportFrom):
             level = getattr(node, "level", 0)
-            places = [str(file.parents[level - 1])] if level else [os.getcwd(), *sys.path, str(beside)]
+            places = (
+                [str(file.parents[min(level, len(file.parents)) - 1])]
+                if level
+                else [os.getcwd(), *sys.path, str(beside)]
+            )
             module = getattr(node, "module", None)
             yield from ((f"{module}.{alias.name}" if module else alias.name, places) for alias in node.names)
 
@@ -98,8 +103,10 @@ def _imports(file: Path, beside: Path) -> Iterator[tuple[str, Sequence[str]]]:
 def _files_of(name: str, places: Sequence[str]) -> list[Path]:
     """The file of a module, and then those of the packages around it."""
     first, *parts = name.split(".")
-    # the latter knows packages that `pip install -e` made known by a finder of its own
-    found = PathFinder.find_spec(first, places) or (None if first == "__main__" else importlib.util.find_spec(first))
+    found = PathFinder.find_spec(first, places)
+    if found is None:
+        with contextlib.suppress(ImportError, ValueError):  # raised for modules that no file has made
+            found = importlib.util.find_spec(first)  # packages that `pip install -e` made known by a finder of its own
     if found is None:
         return []
     top = [Path(found.origin)] if found.origin is not None else []
@@ -112,7 +119,7 @@ def _files_of(name: str, places: Sequence[str]) -> list[Path]:
 def _is_own(file: Path) -> bool:
     """Whether a file belongs to no installed package, to no library of Python and not to Metronome."""
     libraries = (Path(sysconfig.get_path("stdlib")), Path(__file__).parents[1])
-    installed = any(part.endswith("-packages") for part in file.parts)
+    installed = {"site-packages", "dist-packages"} & set(file.parts)
     return not installed and not any(file.is_relative_to(library) for library in libraries)
 
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 from dataclasses import replace
+from types import ModuleType
 
 import pytest
 
@@ -142,8 +143,11 @@ def test_an_evaluation_scores_as_the_run_and_by_the_present_file_where_there_is_
     assert [file.name for file in alone.rglob("*.py")] == ["mine.py"]
 
 
-def test_installed_packages_are_no_code_of_ones_own(tmp_path):
-    (tmp_path / "own.py").write_text("import json, numpy, engine.types, missing\nfrom . import gone\n")
+def test_installed_packages_are_no_code_of_ones_own(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "made", ModuleType("made"))  # it has no spec
+    (tmp_path / "own.py").write_text(
+        "import json, numpy, engine.types, missing, made, __main__\nfrom ..." + "." * 99 + " import gone\n"
+    )
     assert find_code(f"{tmp_path}/own.py:reward") == [tmp_path / "own.py"]
     (tmp_path / "own.py").write_text("def broken(")
     assert find_code(f"{tmp_path}/own.py:reward") == [tmp_path / "own.py"]
