@@ -212,6 +212,10 @@ def test_the_first_text_of_another_reading_is_named(tokenizer):
     expected = """another reads "I'll .*" as \\['l', .*\\], tokenizer.json as \\["'", 'l', .*\\(from its token 1\\)"""
     assert re.match(expected, tokenizer.compare(read, "another"))
     assert tokenizer.compare(tokenizer.encode, "the same") == ""
+    near = {"it eats spaces": (" <|pad|>", "<|pad|>"), "it drops": ("a<|pad|>b", "ab")}
+    for reader, change in near.items():
+        assert "pad" in tokenizer.compare(lambda text, change=change: tokenizer.encode(text.replace(*change)), reader)
+    assert "it cuts reads" in tokenizer.compare(lambda text: tokenizer.encode(text)[:200], "it cuts")
     for lost in tokenizer.added_tokens().values():
         assert tokenizer.compare(lambda text, lost=lost: [one for one in tokenizer.encode(text) if one != lost], "it")
 
@@ -255,3 +259,11 @@ WRITTEN = "<|im_start|>user\n{problem}<|im_end|>\n<|im_start|>assistant\n"
 )
 def test_the_end_of_a_turn_ends_a_response_to_a_prompt_with_turns(tagged, prompts, saved, ends):
     assert Tokenizer(tagged(**saved), prompt_template=prompts).stop_ids == ends
+
+
+def test_a_token_that_only_the_file_calls_special_ends_a_turn(tagged):
+    folder = tagged()
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    del settings["extra_special_tokens"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    assert Tokenizer(folder, prompt_template="chat").stop_ids == (256, 258)
