@@ -177,14 +177,21 @@ class TokenizerFile:
 class Tokenizer(TokenizerFile):
     """The tokenizer of a model folder. It never runs code that comes with a model."""
 
-    def __init__(self, model: Path, stop: Sequence[str] = (), prompt_template: str = "") -> None:
-        """`stop`: as `rollout.stop`. `prompt_template`: as `data.prompt_template`. Raises BadInput if the folder has no
-        tokenizer, or if a text in `stop` is not a single token."""
+    def __init__(
+        self,
+        model: Path,
+        stop: Sequence[str] = (),
+        prompt_template: str = "",
+        variables: Mapping[str, Any] | None = None,
+    ) -> None:
+        """`stop`: as `rollout.stop`. `prompt_template`: as `data.prompt_template`. `variables`: the chat template's, as
+        `data.chat_template_kwargs`. Raises BadInput if the folder has no tokenizer, or if a text in `stop` is not a
+        single token."""
         made = self._transformers = _load_transformers(model)
         super().__init__(LoadTokenizer(json=_read_json(model, made), folder=str(model)))
         special = {self._file.token_to_id(text): text for text in made.all_special_tokens}
         special |= {key: one.content for key, one in self._file.get_added_tokens_decoder().items() if one.special}
-        self.after_a_turn = self._after_a_turn()
+        self.after_a_turn = self._after_a_turn(variables or {})
         """What the chat template writes after an answer; "" if it does not accept a plain chat."""
         turns = self.turn_ends = [one for one in self.encode(self.after_a_turn) if one in special]
         """The special tokens in it."""
@@ -215,13 +222,13 @@ class Tokenizer(TokenizerFile):
         known = self.added_tokens()
         return [one for one in self._transformers.get_added_vocab() if one in text and one not in known]
 
-    def _after_a_turn(self) -> str:
+    def _after_a_turn(self, variables: Mapping[str, Any]) -> str:
         turns = [
             {"role": role, "content": text} for role, text in (("system", "."), ("user", "1+1="), ("assistant", ANSWER))
         ]
         for said in (turns[1:], turns):  # some templates need a system message, others refuse one
             with suppress(BadInput):  # the users of the template report this
-                text = self.render(said, {}, begins_answer=False)
+                text = self.render(said, variables, begins_answer=False)
                 return text.rpartition(ANSWER)[2] if ANSWER in text else ""
         return ""
 

@@ -71,7 +71,9 @@ async def rollout_service(
     try:
         async with HealthMonitor(pool):
             pool.spawn(config.rollout.instances if synced or joined else max(1, config.rollout.instances))
-            tokenizer = await asyncio.to_thread(Tokenizer, model, config.rollout.stop, config.data.prompt_template)
+            data = config.data
+            written = (data.prompt_template, data.chat_template_kwargs)
+            tokenizer = await asyncio.to_thread(Tokenizer, model, config.rollout.stop, *written)
             tokenizer.for_verifiers.code = str(code or "")
             await verifier.start(tokenizer.for_verifiers)
             if programs is not None:

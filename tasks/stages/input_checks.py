@@ -194,7 +194,8 @@ def _check_encoding(
     of a training, or if no prompt of a problem set fits the model.
     """
     model = find_file(config.model.path)
-    tokenizer = Tokenizer(model, config.rollout.stop, config.data.prompt_template)
+    data = config.data
+    tokenizer = Tokenizer(model, config.rollout.stop, data.prompt_template, data.chat_template_kwargs)
     if problems is not None and not tokenizer.stop_ids and not end_of_sequence_ids(model):
         raise BadInput(
             f"model.path {model}: nothing ends a response: the tokenizer has no end-of-sequence token (eos_token), and "

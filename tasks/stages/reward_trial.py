@@ -66,7 +66,9 @@ def run_trial(config: Config, given: Sequence[GivenResponse], rows: int) -> tupl
     problem has two responses: its own answer, and WRONG. Raises BadInput if data or reward can't be loaded, or if a
     named problem is not there.
     """
-    tokenizer = Tokenizer(Path(config.model.path), config.rollout.stop, config.data.prompt_template)
+    data = config.data
+    model = Path(config.model.path)
+    tokenizer = Tokenizer(model, config.rollout.stop, data.prompt_template, data.chat_template_kwargs)
     calls = []
     for prompt in _chosen_prompts(config, tokenizer, given, rows):
         texts = [one.text for one in given if one.prompt_id in ("", prompt.id)] if given else [prompt.answer, WRONG]

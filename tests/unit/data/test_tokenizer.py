@@ -254,11 +254,13 @@ WRITTEN = "<|im_start|>user\n{problem}<|im_end|>\n<|im_start|>assistant\n"
         ("chat", {"eos_token": "<|im_end|>"}, (258,)),
         ("chat", {"template": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"}, (256,)),
         ("chat", {"template": "{{ raise_exception('no') }}"}, (256,)),
+        ("chat", {"template": "{{ messages[1].content + mode[:0] }}<|im_end|>"}, (256, 258)),  # it wants a variable
         ("chat", {"template": "{{ messages[2].content }}<|im_end|>"}, (256, 258)),  # it wants a system message
     ],
 )
 def test_the_end_of_a_turn_ends_a_response_to_a_prompt_with_turns(tagged, prompts, saved, ends):
-    assert Tokenizer(tagged(**saved), prompt_template=prompts).stop_ids == ends
+    tokenizer = Tokenizer(tagged(**saved), prompt_template=prompts, variables={"mode": "quick"})
+    assert tokenizer.stop_ids == ends
 
 
 def test_a_token_that_only_the_file_calls_special_ends_a_turn(tagged):
