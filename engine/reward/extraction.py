@@ -34,7 +34,9 @@ _BETWEEN = re.compile(
 _JOINED = {"and": "and", "or": "or", "和": "and", "或": "or"}
 _NAMED = re.compile(r"([a-zA-Z](?:_\{?\w\}?)?\s*=)\s*\$?\s*$")
 
-_EMPHASIS = re.compile(r"(?<![\w)*])\*\*|\*\*(?![\w(*])|(?<!\w)__|__(?!\w)|`|(?<!\S)\*(?=[^\s*])|(?<=[^\s*])\*(?=\s|$)")
+_EMPHASIS = re.compile(
+    r"(?<![\w)*])\*\*|\*\*(?![\w(*])|(?<!\w)__|__(?!\w)|`|</?(?:b|i|u|em|strong|p|span)>|(?<!\S)\*(?=[^\s*])|(?<=[^\s*])\*(?=\s|$)"
+)
 """Markdown around a word or a formula. 2**3 is a power."""
 _FORMULA = re.compile(
     r"(?<!\\)\$\$(.{1,1000}?)(?<!\\)\$\$|(?<![\\$])\$(?!\$)([^\n]{1,300}?)(?<!\\)\$"
@@ -44,14 +46,14 @@ _FORMULA = re.compile(
 _MONEY = re.compile(r"\s*\d[\d.,]*(?:\s.*[a-zA-Z]{2}|.*[-+/*=\s]$)", re.DOTALL)
 """What stands between two dollar signs that are currencies: $18 and $2."""
 _ATOM = re.compile(
-    r"""\\(?:text|mbox|math[a-z]+|text[a-z]+|operatorname)\*?\s*\{[^{}]*\}|\\[a-zA-Z]+|\\.
+    r"""\\begin\{([a-z]{1,20}\*?)\}.{0,300}?\\end\{\1\}|\\(?:text|mbox|math[a-z]+|text[a-z]+|operatorname)\*?\s*\{[^{}]*\}|\\[a-zA-Z]+|\\.
     |[-−–]?\$?(?:\d{1,3}(?:[,\ ]\d{3})+(?!\d)|\d+)(?:[.]\d+)?(?:[eE][-+]?\d+(?!\w))?(?:[a-zA-Z]{1,3}(?![a-zA-Z]))?
     |\.\d+
     |(?:sqrt|cbrt|(?:arc)?(?:sin|cos|tan|cot|sec|csc)h?|log|ln|exp|pi|infinity|mod|max|min)(?![a-zA-Z])
-    |(?![aAI]\ +(?!and\b|or\b)[a-z]{2}|[ap]\.m\.)[a-zA-Z](?![a-zA-Z])|[A-Z]{2,5}(?![a-zA-Z])
+    |(?![aAI]\ +(?!and\b|or\b)[a-z]{2}|[ap]\.m\.|i\.e\.|e\.g\.)[a-zA-Z](?![a-zA-Z])|[A-Z]{2,5}(?![a-zA-Z])
     |:(?!\s)|(?<=\s):|[-+*/^=<>|_;,()\[\]{}'!%&]|\.(?=\d)
     |[α-ωΑ-Ωϕ√∛∜∞∅ℕℤℚℝℂ∪∩∈≤≥≠≈±∓×·⋅÷−–°′∠△⊥‰¼-¾⅐-⅞²³¹⁰-₉₊₋⁺⁻（），、；∶€£¥㎝㎏]""",
-    re.VERBOSE,
+    re.VERBOSE | re.DOTALL,
 )
 """A part of an expression that is typed outside formulas."""
 _APART = re.compile(r"\d\s+\d(?!\d*/\d)")
@@ -81,7 +83,7 @@ _UNITS = (
     r"|(?:square|cubic|sq\.?|cu\.?)?\s*(?:[cmk]?m|[km]?g|[mc]?l|inch(?:es)?|feet|foot|ft|yards?|miles?|mph|[kc]?m/h|km/h"
     r"|(?:(?:centi|milli|kilo)?(?:met(?:er|re)|gram|lit(?:er|re)))s?|cents?|dollars?|euros?|pounds?|ounces?|tons?|gallons?"
     r"|seconds?|minutes?|hours?|days?|weeks?|months?|years?|degrees?)\b(?:\s*(?:\^\{?[23]\}?|[²³]|(?:per|/)\s*\w+))?"
-    r"|[一-鿿]{1,4}(?![一-鿿])"
+    r"|(?!项)[一-鿿]{1,4}(?![一-鿿])"
 )
 _BEHIND = re.compile(rf"\s*(?:{_UNITS})(?:\s+(?:{_UNITS}))?")
 """Words behind an expression that belong to it. Others only say what is counted."""
@@ -94,18 +96,18 @@ _FILLER = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 """What may stand between "the answer is" and the answer."""
-_IS = r"\b(?:is|are|was|be|equals?|becomes)\b(?!\s+not\b)|[:：=](?!=)"
+_IS = r"\b(?:is|are|was|be|equals?|becomes|lies)\b(?!\s+not\b)|[:：=](?!=)"
 _SAYS = re.compile(
     rf"""\b(?:answers?|ans)\b(?!\s{{1,9}}(?:choices|options)|>)(?:[^\n.:：=?!<>$\d]{{0,60}}?(?:{_IS})|[^\S\n]{{0,9}}[*_#]{{0,9}}[^\S\n]{{0,9}}\n(?=\s{{0,9}}[-\d$\\(\[A-Z])
     |\s{{0,9}},(?=\s{{0,9}}[-\d$\\(\[])|\s{{1,9}}of(?=\s{{1,9}}[-\d$\\(\[]))
-    |答案\s{{0,9}}(?:[应该当就便只能]*(?:[是为选]|[:：=])+|(?=[\s\d$\\(\[（A-Z]))|(?:故|应|因此|所以)选\s{{0,9}}[择:：]?|选择?(?:\s{{0,9}}[:：]|(?=\s{{0,9}}[A-D]{{1,4}}(?![a-zA-Z])))
+    |答案】?\s{{0,9}}(?:[应该当就便只能]*(?:[是为选]|[:：=])+|(?=[\s\d$\\(\[（A-Z]))|(?:故|应|因此|所以)选\s{{0,9}}[择:：]?|选择?(?:\s{{0,9}}[:：]|(?=\s{{0,9}}[A-D]{{1,4}}(?![a-zA-Z])))
     |答案不是[^，,。\n]{{1,20}}[，,]\s{{0,9}}而?是
     |^[^\S\n]{{0,9}}A\s{{0,9}}[:：](?!=)|(?P<line>^[^\S\n]{{0,9}}\#{{4}}(?!\#))(?=[^\S\n]{{0,9}}\S)""",
     re.VERBOSE | re.IGNORECASE | re.MULTILINE,
 )
 """What stands before an answer: "the answer is", "Answer:", a heading with "Answer", 答案是, 故选, ####."""
 _SAID = re.compile(
-    r"""(?:,?\s{0,9}\b(?:which|that|and\s{1,9}this|and\s{1,9}that))?\s{0,9}(?:\b(?:is|are)\b|[就即便]?[是为])\s{0,9}(?:(?:the|our|my|your)\s{1,9})?
+    r"""(?:,?\s{0,9}\b(?:which|that|and\s{1,9}this|and\s{1,9}that))?\s{0,9}(?:\b(?:is|are)\b(?!\s{1,9}(?:not|never)\b)|[就即便]?[是为])\s{0,9}(?:(?:the|our|my|your)\s{1,9})?
     (?:\w{1,20}\s{1,9}){0,2}?\s{0,9}(?:(?:最终|正确|所求|本题)的?)?(?:answers?\b|答案)(?!\s{0,9}(?:[:：=]|is\b|are\b|[是为]))""",
     re.VERBOSE | re.IGNORECASE,
 )
@@ -116,6 +118,8 @@ _END = re.compile(
 _SENTENCE = re.compile(
     r"\n|\.(?=\s)|[?!;。；？！]\s*|\b(?:so|thus|hence|therefore|then)\b,?|因此|所以|故", re.IGNORECASE
 )
+_DENIED = re.compile(r"(?:\b(?:not|cannot|never)\b|n't\b|不是)\s*(?:be\s*)?$", re.IGNORECASE)
+_REFUTED = re.compile(r"\s*(?:is|are)\s*(?:not|wrong|incorrect)\b|\s*(?:不是|不对)", re.IGNORECASE)
 _NO_ANSWER = re.compile(
     r"(?:in|not|no|un)?(?:correct|right|wrong|clear|obvious|valid|unique|consistent|reasonable|true\s+that|in|at|found|to|very|now|also"
     r"|given|that|this|what|it|which|here|there|the|same|left|below|above|yes\s+and|an?)\b",
@@ -233,6 +237,8 @@ def _last_statement(text: str) -> str | None:
 
 def _stated_behind(text: str, phrase: re.Match[str]) -> str | None:
     """The answer that stands behind a phrase."""
+    if _DENIED.search(phrase[0]):
+        return None
     line = phrase["line"] is not None
     rest = text[phrase.end() : phrase.end() + _REACH]
     rest = rest[_FILLER.match(rest).end() :]  # type: ignore[union-attr]
@@ -252,7 +258,7 @@ def _stated_before(text: str, phrase: re.Match[str]) -> str | None:
     clause = _SENTENCE.split(text[max(0, phrase.start() - _REACH) : phrase.start()])[-1]
     found = [*_expressions(clause)]
     if found and not clause[found[-1][1] :].strip(" ,"):
-        said = [each[2] for each in found if not re.search(r"\bnot\s*$|不是\s*$", clause[: each[0]])]
+        said = [each[2] for each in found if not _is_denied(clause, each[0])]
         return said[-1] if said else None
     words = clause.strip(" \t:,\"“”'")
     return None if not words or found or _NO_ANSWER.match(words) or len(words.split()) > 3 else words
@@ -269,15 +275,22 @@ def _first_expression(text: str, whole: bool = False) -> str | None:
 
 def _last_expression(text: str) -> str | None:
     """The expression with which a text ends ("… the point is (2, 3)."), else its last formula or number."""
+    if letter := re.fullmatch(r"\s*\(?([A-Z])[).:]*\s*", text):
+        return letter[1]
     end = text[-_REACH:]
     for start, stop, found in _expressions(end):
         is_said = _IS_SAID.search(end[:start])
-        if _NOTHING.fullmatch(end, stop) and (is_said or _STRUCTURE.search(found)):
+        if _NOTHING.fullmatch(end, stop) and not _is_denied(end, start) and (is_said or _STRUCTURE.search(found)):
             return _last_value(found, is_said is not None)
     formulas = [found for found in _FORMULA.finditer(text) if not _is_money(text, found)]
-    numbers = [*_NUMBER.finditer(text), *_SUM.finditer(text)]
-    last = max((*formulas, *numbers), key=lambda found: (found.end(), -found.start()), default=None)
-    return None if last is None else next(filter(None, last.groups())).strip()
+    candidates = (*formulas, *_NUMBER.finditer(text), *_SUM.finditer(text))
+    meant = [each for each in candidates if not _is_denied(text, each.start())]
+    last = max(meant, key=lambda each: (each.end(), -each.start()), default=None)
+    return None if last is None or _REFUTED.match(text, last.end()) else next(filter(None, last.groups())).strip()
+
+
+def _is_denied(text: str, start: int) -> bool:
+    return _DENIED.search(text[max(0, start - 20) : start]) is not None
 
 
 def _last_value(found: str, listed: bool) -> str:
