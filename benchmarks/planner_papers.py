@@ -93,7 +93,7 @@ TABLES = (
                 "asyncflow-qwen2.5-7b-32npu.toml",
                 published,
                 {"train.mode": mode, "parallel.data": 128, "dry_run.joining": 128, "train.prompts_per_step": 4096}
-                | {"platform.devices": 512, "weights.staged": mode == "one_step_off"},
+                | {"platform.devices": 512, "weights.staged": mode == "one_step_off", "train.recompute": False},
             )
             for name, mode, published in (
                 ("one task at a time", "sync", 1.0),
@@ -165,7 +165,7 @@ def sub_step(device: str) -> list[dict[str, Any]]:
     for instances in INSTANCES:
         found = {}
         for way, (mode, staged) in WAYS.items():
-            keys = {"train.mode": mode, "train.max_staleness": 1, "weights.staged": staged}
+            keys = {"train.mode": mode, "train.max_staleness": 1, "weights.staged": staged, "train.recompute": False}
             model = model_of(Setup(way, SUB_STEP, 0.0, keys | {"dry_run.joining": instances}), table, device)
             runs = [
                 simulate_run(model.config, model.costs_of(model.config), lengths=model.lengths, seed=seed, steps=LONG)
