@@ -301,6 +301,8 @@ DIFFERENT = {
         (r"x<1\text{ or }x>2", r"\mathbb{R}\setminus(1,2)"),
         ("-1<x<1", "|y|<1"),
         ("|x|<1", "x<1"),
+        ("|x|>1", "x>1"),
+        ("2<|x|<3", "(2,3)"),
         (r"\{x\mid x>0\}", r"\{x\mid y>0\}"),
         (r"x\ne1", r"\mathbb{R}\setminus\{1,2\}"),
         ("f'(x)=2x", "2"),

@@ -259,6 +259,8 @@ SAME = {
         (r"\mathbb{R}^+", r"(0,\infty)"),
         (r"x<1\text{ or }x>2", r"\mathbb{R}\setminus[1,2]"),
         ("-1<x<1", "|x|<1"),
+        ("|x|>1", r"x<-1\text{ or }x>1"),
+        (r"|x|\ge2", r"(-\infty,-2]\cup[2,\infty)"),
         (r"\{x\mid x\ge 0\}", r"[0,1]\cup(1,\infty)\cup\{1\}"),
         (r"\text{no solution}", r"\emptyset"),
         (r"\text{no solution}", r"\text{No solutions}"),

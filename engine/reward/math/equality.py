@@ -258,13 +258,17 @@ def _real_set(text: str, names: set[str]) -> Candidate | None:
         return None if None in values or len(values) > MOST else FiniteSet(*values)
     name, brackets, ends = read_interval(text)
     low, high = (_end(end) for end in ends) if ends else (None, None)
-    if low is None or high is None or not re.fullmatch(r"\|?[a-zA-Z]?\|?", name):
+    if low is None or high is None or not re.fullmatch(r"[a-zA-Z]?|\|[a-zA-Z]\|", name):
         return None
     names.update(filter(None, [name.strip("|")]))
-    is_open = [mark in "()" for mark in brackets]
-    return Interval(
-        -high if name.startswith("|") and low == -oo else low, high, is_open[1 if "|" in name else 0], is_open[1]
-    )
+    left, right = (mark in "()" for mark in brackets)
+    if not name.startswith("|"):
+        return Interval(low, high, left, right)
+    inside = (low, high, left, right) if high != oo else (-oo, low, True, not left)  # |x| < 3, or the rest of |x| > 3
+    if inside[0] != -oo:
+        return None
+    near = Interval(-inside[1], inside[1], inside[3], inside[3])
+    return near if high != oo else Complement(Reals, near)
 
 
 def _combined(kind: Candidate, parts: Sequence[str], names: set[str]) -> Candidate | None:
@@ -348,6 +352,8 @@ def _relations(one: str, other: str, depth: int) -> bool | None:
     second = read_interval(other)
     if not (first.ends and second.ends):
         return None
+    if "|" in first.name + second.name and first.name != second.name:  # |x| > 1 is no interval
+        return False
     return first.brackets == second.brackets and _in_order(first.ends, second.ends, depth)
 
 
