@@ -133,7 +133,7 @@ def test_the_champion_moves_only_when_the_comparison_says_so(output):
         ("", "compares", "worse"),
         ("elsewhere", "compares", "worse"),
         ("elsewhere", "takes the alias", "worse"),
-        ("elsewhere", "takes the alias", "better"),
+        pytest.param("elsewhere", "takes the alias", "better", marks=pytest.mark.slow),
     ],
 )
 def test_of_two_that_challenge_at_once_the_better_one_is_champion(output, monkeypatch, second_output, slow, later):
