@@ -102,6 +102,8 @@ class InRunEvaluation:
         self._verifier = VerifierPool(config.reward, folder.logs / "verifier-evaluation.log")
         self._trace = _EvaluationTrace(folder.trace, "evaluation")
         self._prepared: asyncio.Task[list[EncodedBenchmark]] | None = None
+        self._recording = asyncio.Lock()
+        """Held while results are recorded, so that they are in the order of their versions."""
         self._newest: _Evaluation | None = None
         self._evaluations: dict[asyncio.Task[None], _Evaluation] = {}
 
@@ -217,8 +219,9 @@ class InRunEvaluation:
         with raising_first():
             async with asyncio.TaskGroup() as tasks:  # the first failure ends the others
                 sampling = [tasks.create_task(sample(each.prompts)) for each in todo]
-        for each, groups in zip(todo, [task.result() for task in sampling], strict=True):
-            await self._record_results(one, each, groups)
+        async with self._recording:
+            for each, groups in zip(todo, [task.result() for task in sampling], strict=True):
+                await self._record_results(one, each, groups)
 
     async def _record_results(self, one: _Evaluation, benchmark: EncodedBenchmark, groups: Sequence[Group]) -> None:
         assert one.generated is not None
