@@ -145,6 +145,28 @@ algorithm.gac_high=0.5 -> algorithm.gac_high = 0.5
 algorithm.overlong_penalty=0.5 -> algorithm.overlong_penalty = 0.5
 cluster.wait_s=5 -> cluster.wait_s = 5.0
 queue.address=auto -> queue.address = "auto"
+algorithm.m2po.threshold=0.1 -> algorithm.m2po.threshold = 0.1
+algorithm.bapo.share=0.4 -> algorithm.bapo.share = 0.4
+algorithm.mismatch_level=sequence -> algorithm.mismatch_level = "sequence"
+algorithm.mismatch_limit=5 -> algorithm.mismatch_limit = 5.0
+algorithm.mismatch=mask; algorithm.mismatch_reject_limit=3 -> algorithm.mismatch_reject_limit = 3.0
+train.min_learning_rate=1e-7 -> train.min_learning_rate = 1e-07
+rollout.program_timeout_s=5 -> rollout.program_timeout_s = 5.0
+rollout.max_turns=3 -> rollout.max_turns = 3
+reward.memory_gb=2 -> reward.memory_gb = 2.0
+reward.environment=["JUDGE_KEY"] -> reward.environment = ['JUDGE_KEY']
+weights.interface=eth0 -> weights.interface = "eth0"
+evaluate.max_wait_s=3 -> evaluate.max_wait_s = 3.0
+algorithm.gradient_control=measure; algorithm.gac_high=0.5 -> algorithm.gac_high = 0.5
+algorithm.gradient_control=measure; algorithm.gac_low=0.2 ->
+algorithm.loss=mine.py:loss; algorithm.m2po.threshold=0.1 ->
+algorithm.mismatch_limit=5; algorithm.mismatch=truncate ->
+train.min_learning_rate=1e-7; train.schedule=cosine ->
+rollout.max_turns=3; rollout.program=mine.py:talk ->
+reward.memory_gb=2; reward.function=mine.py:score ->
+reward.environment=["JUDGE_KEY"]; rollout.program=mine.py:talk ->
+weights.interface=eth0; weights.transport=gloo ->
+evaluate.max_wait_s=3; evaluate.every=2 ->
 algorithm.clip_high=0.28; algorithm.old_policy=previous ->
 algorithm.clip_high=0.28; train.updates=2; train.prompts_per_step=2 ->
 algorithm.clip_high=0.28; algorithm.loss=mine.py:loss ->
