@@ -47,7 +47,7 @@ def math(prompt: Prompt, response: Response) -> Score:
         right = _states(stated, gold) or (len(boxes) > 1 and all(_states(box, gold) for box in boxes))
     except (RecursionError, MemoryError) as error:  # no real answer needs this much, see engine.verifier.worker.MEMORY
         return Score(0.0, detail=f"{type(error).__name__}: {stated[:_DETAIL].strip()}")
-    return Score(float(right), detail=stated[-_DETAIL:].strip())
+    return Score(float(right), detail=(stated or response.text)[-_DETAIL:].strip())
 
 
 @per_response
