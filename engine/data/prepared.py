@@ -18,12 +18,13 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from typing import Any
 
 from engine.config import Config
+from engine.config.inputs import Reward
 from engine.data.benchmark_files import benchmark_paths
 from engine.data.problems import (
     ProblemRow,
@@ -42,23 +43,23 @@ from engine.run.files import read_json, seal, write_atomically
 from engine.types import JsonObject
 
 
-def clean_problems(problems: Problems, math: bool) -> Problems:
-    """The set without duplicate rows.
-
-    With `math`, answers are also unwrapped (`tidy_answer`) and must be checkable, and each problem must have a single
-    answer, in any spelling (`equality.same_answer`). Without `math`, an answer may be anything that a user's reward
-    reads, so only equal rows are duplicates. Raises BadInput if no row is left.
-    """
-    if math:
+def clean_problems(problems: Problems, reward: Reward) -> Problems:
+    """The set with each problem once (`each_once`). For the reward "math", answers are also unwrapped (`tidy_answer`)
+    and must be checkable. Raises BadInput if no row is left."""
+    if reward.uses_math:
         rejected = list(problems.rejected)
         problems = with_rows(problems, _gradable(problems.rows, rejected), rejected)
-    return each_once(problems, math)
+    return each_once(problems, reward)
 
 
-def each_once(problems: Problems, math: bool) -> Problems:
-    """The set with each problem once, as `clean_problems` has it, with all answers as they are."""
+def each_once(problems: Problems, reward: Reward) -> Problems:
+    """The set with each problem (`ProblemRow.identity`) once, with all answers as they are.
+
+    Each problem must have a single answer, for the reward "math" in any spelling (`equality.same_answer`). A user's own
+    reward may read more than the answer, so for it only equal rows are one. Raises BadInput if no row is left.
+    """
     rejected = list(problems.rejected)
-    return with_rows(problems, _once(problems.rows, rejected, math), rejected)
+    return with_rows(problems, _once(problems.rows, rejected, reward), rejected)
 
 
 def with_rows(problems: Problems, rows: Iterable[ProblemRow], rejected: Iterable[Rejected]) -> Problems:
@@ -71,7 +72,7 @@ def with_rows(problems: Problems, rows: Iterable[ProblemRow], rejected: Iterable
 
 
 def text_key(problem: str) -> str:
-    """The text of a problem with normalised blanks, which is the same for two spellings of one problem."""
+    """The text of a problem or an answer with normalised blanks, which is the same for two spellings of one."""
     return " ".join(problem.split())
 
 
@@ -85,28 +86,28 @@ def _gradable(rows: Iterable[ProblemRow], rejected: list[Rejected]) -> Iterable[
             yield row if answer == row.answer else replace(row, answer=answer)
 
 
-def _once(rows: Sequence[ProblemRow], rejected: list[Rejected], math: bool) -> Iterable[ProblemRow]:
-    """Keep the first of equal rows. With `math`, several spellings of one answer are one row, and a problem with
-    different answers is dropped."""
+def _once(rows: Sequence[ProblemRow], rejected: list[Rejected], reward: Reward) -> Iterable[ProblemRow]:
     answers: dict[str, dict[str, str]] = {}
     for row in rows:
-        answers.setdefault(text_key(row.identity), {}).setdefault("".join(row.answer.split()), row.answer)
-    contradicted = {key: found for key, each in answers.items() if math and (found := _different(list(each.values())))}
-    first: dict[tuple[str, str], str] = {}
+        answers.setdefault(text_key(row.identity), {}).setdefault(text_key(row.answer), row.answer)
+    same = _same if reward.uses_math else str.__eq__
+    found = {key: "" if reward.is_own else _different(list(each.values()), same) for key, each in answers.items()}
+    contradicted = {key: pair for key, pair in found.items() if pair}
+    first: dict[tuple[str, str], ProblemRow] = {}
     for row in rows:
         key = text_key(row.identity)
-        earlier = first.setdefault((key, "" if math else "".join(row.answer.split())), row.where)
+        earlier = first.setdefault((key, text_key(row.answer) if reward.is_own else ""), row)
         if key in contradicted:
             rejected.append(row.reject("answer", "contradicted", contradicted[key], "one answer for one problem"))
-        elif earlier != row.where:
-            rejected.append(row.reject("problem", "duplicate", row.problem, f"each row once; it is {earlier}"))
+        elif earlier is not row:
+            rejected.append(row.reject("problem", "duplicate", row.problem, f"each row once; it is {earlier.where}"))
         else:
             yield row
 
 
-def _different(answers: list[str]) -> str:
+def _different(answers: list[str], same: Callable[[str, str], bool]) -> str:
     """Two of the answers that differ, as "1 and 2"; empty if all are spellings of one answer."""
-    return next((" and ".join(pair) for pair in combinations(answers, 2) if not _same(*pair)), "")
+    return next((" and ".join(pair) for pair in combinations(answers, 2) if not same(*pair)), "")
 
 
 def _same(one: str, other: str) -> bool:
@@ -367,7 +368,7 @@ def _joint_hash(hashes: Sequence[str]) -> str:
 
 def _sides(config: Config) -> tuple[Problems, Problems]:
     """Training and held-out problems, before decontamination."""
-    train = clean_problems(_training_rows(config), math=config.reward.uses_math)
+    train = clean_problems(_training_rows(config), config.reward)
     if config.data.heldout:
         return train, read_problems(config.data.heldout, RowFormat.of(config))
     return split_problems(train, config.data.heldout_fraction)

@@ -56,11 +56,13 @@ class ProblemRow:
     """The messages of a row whose prompt is a conversation; the last is the user's."""
     part: int = 0
     """The number of the row's set in `data.train`, from 0."""
+    shown: str = ""
+    """The other columns that the prompt template reads, as JSON; "" if it reads none."""
 
     @property
     def identity(self) -> str:
         """The text by which two rows have the same problem."""
-        return identity_text(self.problem, self.messages)
+        return identity_text(self.problem, self.messages, self.shown)
 
     def reject(self, column: str, reason: str, found: object, expected: str) -> Rejected:
         """This row, left out. The arguments are the fields of `Rejected`."""
@@ -114,14 +116,12 @@ def read_problems(path: str, layout: RowFormat = USUAL) -> Problems:
     source, raw, content_hash = _raw(path)
     layout = layout.without_missing([columns for _, columns in raw])
     fields = [find_fields(columns, layout) for _, columns in raw]
-    rows, rejected = _usable(raw, fields, layout.own_reward)
+    rows, rejected = _usable(raw, fields, layout)
     if not rows:
         raise BadInput(f"problem set {path}: no usable row among {len(raw)}{_why(raw, rejected)}")
     remarks = {
         "the answer is what follows ####, as in GSM8K": sum(one.gsm8k for one in fields),
-        "the assistant's message at the end is not read, since a column has the answer": sum(
-            one.unread for one in fields
-        ),
+        "the assistant's message at the end, or its column completion, is not read": sum(one.unread for one in fields),
     }
     return Problems(
         rows=tuple(rows),
@@ -174,19 +174,20 @@ def _hash(files: list[File]) -> str:
 
 
 def _usable(
-    raw: Sequence[tuple[str, JsonObject]], fields: Sequence[RowFields], own_reward: bool
+    raw: Sequence[tuple[str, JsonObject]], fields: Sequence[RowFields], layout: RowFormat
 ) -> tuple[list[ProblemRow], list[Rejected]]:
     rows: list[ProblemRow] = []
     rejected: list[Rejected] = []
-    unanswered = own_reward and not any(one.answer_column for one in fields)
+    unanswered = layout.own_reward and not any(one.answer_column for one in fields)
     for (where, columns), found in zip(raw, fields, strict=True):
-        answer = _any_answer(found.answer, unanswered) if own_reward else found.answer
+        answer = _any_answer(found.answer, unanswered) if layout.own_reward else found.answer
         fault = _fault(columns, found, answer, unanswered)
         if fault:
             rejected.append(Rejected(where, *fault))
         else:
             plain = json.loads(json.dumps(columns))  # plain floats, which every encoder accepts
-            rows.append(ProblemRow(found.problem, spell_value(answer), plain, where, found.messages))
+            shown = json.dumps([column(plain, name) for name in layout.shown]) if layout.shown else ""
+            rows.append(ProblemRow(found.problem, spell_value(answer), plain, where, found.messages, shown=shown))
     return rows, rejected
 
 

@@ -10,13 +10,22 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from os.path import commonprefix
 from typing import Any
 
 from engine.config.inputs import Data
 from engine.data.problem_files import spell_value
 from engine.data.problems import ProblemRow, Problems, format_counts
-from engine.data.row_format import SYSTEM, column, has_column
-from engine.data.tokenizer import Tokenizer
+from engine.data.row_format import (
+    PLACEHOLDER,
+    SYSTEM,
+    column,
+    has_column,
+    is_missing,
+    is_placeholder,
+    template_columns,
+)
+from engine.data.tokenizer import ANSWER, Tokenizer
 from engine.errors import BadInput
 from engine.types import Prompt
 
@@ -72,10 +81,6 @@ def encode_problems(
     return EncodedPrompts(tuple(prompts), dict(skipped), Counter(part for part, _ in fitting))
 
 
-_PLACEHOLDER = re.compile(r"(?P<command>\\[A-Za-z]+)?(?P<open>\{?)\{(?P<name>[A-Za-z_][\w.-]*)\}(?P<close>\}?)")
-"""A name in braces in a template, with the LaTeX command of which it is the argument, and second braces around it."""
-
-
 def check_template(problems: Problems, data: Data) -> None:
     """Raise BadInput if the template is a text, and a row is a conversation or lacks a column that the text names."""
     template = data.prompt_template
@@ -87,9 +92,8 @@ def check_template(problems: Problems, data: Data) -> None:
             'data.prompt_template = "chat", or name a column with a text in data.columns.problem (for example '
             '"prompt.0.content")'
         )
-    names = {found["name"] for found in _PLACEHOLDER.finditer(template) if _is_column(found)} - {"problem"}
-    for name in sorted(names):
-        row = next((one for one in problems.rows if not isinstance(column(one.columns, name), str | int | float)), None)
+    for name in template_columns(template):
+        row = next((one for one in problems.rows if not _can_show(column(one.columns, name))), None)
         if row is not None:
             what = "is no text or number" if has_column(row.columns, name) else "is no column"
             raise BadInput(
@@ -98,22 +102,21 @@ def check_template(problems: Problems, data: Data) -> None:
             )
 
 
-def _is_column(found: re.Match[str]) -> bool:
-    """Whether a name in braces stands for the problem or for a column."""
-    doubled = found["open"] and found["close"]
-    return found["name"] == "problem" or not (found["command"] or doubled)
+def _can_show(value: object) -> bool:
+    """Whether a template can show a value: a text, which may be empty, or a number, but not NaN."""
+    return isinstance(value, str) or (isinstance(value, int | float) and not is_missing(value))
 
 
 def _fill(template: str, row: ProblemRow) -> str:
     """The template with its columns filled in. Not by str.format, because problems and templates contain braces."""
 
     def value(found: re.Match[str]) -> str:
-        if not _is_column(found):
+        if not is_placeholder(found):
             return found[0] if found["command"] else f"{{{found['name']}}}"
         text = row.problem if found["name"] == "problem" else spell_value(column(row.columns, found["name"]))
         return f"{found['command'] or ''}{found['open']}{text}{found['close']}"
 
-    return _PLACEHOLDER.sub(value, template)
+    return PLACEHOLDER.sub(value, template)
 
 
 def count_typed_tokens(problems: Problems, tokenizer: Tokenizer, data: Data) -> Counter[str]:
@@ -186,12 +189,35 @@ def _chat(tokenizer: Tokenizer, row: ProblemRow, data: Data, clock: datetime | N
         messages.insert(0, {"role": "system", "content": data.system})
     try:
         text = tokenizer.render(messages, data.chat_template_kwargs, clock)
-        return text if text.endswith(begun) else text + begun  # some templates begin with <think> themselves
+        return text + (begun and _left(begun, tokenizer, messages, text, data, clock))
     except BadInput as error:
         raise BadInput(
             f'data.prompt_template = "chat": {error} (for the problem {row.problem[:60]!r} of {source}); fix the '
             "template, or give a text with {problem} in it instead"
         ) from None
+
+
+def _left(
+    begun: str,
+    tokenizer: Tokenizer,
+    messages: Sequence[Mapping[str, Any]],
+    text: str,
+    data: Data,
+    clock: datetime | None,
+) -> str:
+    """What a response begins with, without what the chat template writes of it by itself (<think>): what the prompt
+    `text` has after the last message and an answer in an earlier turn has not."""
+    turns = [{"role": "assistant", "content": ANSWER}, {"role": "user", "content": ANSWER}]
+    own = text
+    for after in ([], turns):
+        with suppress(BadInput):  # a template may refuse several turns
+            other = tokenizer.render([*messages, *after], data.chat_template_kwargs, clock, begins_answer=False)
+            own = min(own, text[len(commonprefix((text, other))) :], key=len)
+    written = own.strip()
+    if not written or not begun.startswith(written):
+        return begun
+    rest = begun[len(written) :]
+    return rest[len(commonprefix((rest, own[len(own.rstrip()) :]))) :]
 
 
 def _fitting(

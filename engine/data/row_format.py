@@ -7,7 +7,6 @@ answer under any of its usual names), of verl (prompt, reward_model.ground_truth
 from __future__ import annotations
 
 import json
-import math
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -24,15 +23,30 @@ PROBLEM = ("problem", "question", "prompt", "messages")
 ANSWER = ("answer", "final_answer", "ground_truth", "reward_model.ground_truth")
 """Names of the column with the gold answer; a list in `final_answer` is joined by commas, as in OlympiadBench."""
 SOLUTION = "solution"
-r"""Name of the column whose last \boxed{…} is the answer if no answer column has one. Its whole text is the answer if
-it has no box and the row has no answer column."""
+r"""Name of the column with the answer if no answer column has one: what follows #### in its last line, else its last
+\boxed{…}, else its whole text if the row has no answer column."""
+COMPLETION = "completion"
+"""Name of the column in which TRL has a response, which is not trained on."""
 SYSTEM = ("system", "developer")
 """Roles of a message that gives instructions rather than a turn of the conversation."""
 _GSM8K = re.compile(
-    r"(?:.*\n)?[^\S\n]*####[^\S\n]*(?P<answer>[^\n#]*[^\s#])\s*"
+    r"(?:.*\n)?[^\S\n]*####[^\S\n]*(?P<answer>(?:[^\n#]*[^\s#])?)\s*"
     r"(?:\n *The answer is[^\n]*\s*)?",  # as MetaMathQA goes on
     re.DOTALL,
 )
+PLACEHOLDER = re.compile(r"(?P<command>\\[A-Za-z]+)?(?P<open>\{?)\{(?P<name>[A-Za-z_][\w.-]*)\}(?P<close>\}?)")
+"""A name in braces in a template, with the LaTeX command of which it is the argument, and second braces around it."""
+
+
+def is_placeholder(found: re.Match[str]) -> bool:
+    """Whether a name in braces stands for the problem or for a column."""
+    doubled = found["open"] and found["close"]
+    return found["name"] == "problem" or not (found["command"] or doubled)
+
+
+def template_columns(template: str) -> list[str]:
+    """The columns that a template of `data.prompt_template` reads besides the problem, sorted."""
+    return sorted({found["name"] for found in PLACEHOLDER.finditer(template) if is_placeholder(found)} - {"problem"})
 
 
 @dataclass(frozen=True)
@@ -45,12 +59,15 @@ class RowFormat:
     """Column of the answer (`data.columns.answer`)."""
     own_reward: bool = False
     """Whether a user's reward reads the answer: it may be anything, or be missing from every row."""
+    shown: tuple[str, ...] = ()
+    """Columns that the prompt template reads besides the problem."""
 
     @classmethod
     def of(cls, config: Config) -> RowFormat:
         """The format that a run's configuration describes."""
         columns = config.data.columns
-        return cls(columns.problem, columns.answer, config.reward.is_own)
+        shown = template_columns(config.data.prompt_template)
+        return cls(columns.problem, columns.answer, config.reward.is_own, tuple(shown))
 
     def without_missing(self, rows: Sequence[Mapping[str, Any]]) -> RowFormat:
         """The format for a set of these rows. A named column that none of them has is forgotten."""
@@ -79,7 +96,7 @@ class RowFields:
     gsm8k: bool = False
     """Whether the answer is what follows #### in a last line, as in GSM8K."""
     unread: bool = False
-    """Whether the conversation ends with an answer that nothing reads, because a column has the answer."""
+    """Whether the row has a response, at the end of the conversation or in COMPLETION, which is not its answer."""
     refused: bool = False
     """Whether the row cannot be used, because what the assistant says at the end has no certain meaning."""
 
@@ -90,7 +107,7 @@ def find_fields(row: Mapping[str, Any], layout: RowFormat) -> RowFields:
     filled = [name for name in present if not is_missing(column(row, name))]
     problem_column = layout.problem or next(iter(filled or present), "problem")
     problem = column(row, problem_column)
-    answer_column, answer = _answer(row, layout.answer)
+    answer_column, answer, gsm8k = _answer(row, layout.answer)
     messages: tuple[JsonObject, ...] = ()
     completion: tuple[JsonObject, ...] = ()
     refused = False
@@ -104,22 +121,16 @@ def find_fields(row: Mapping[str, Any], layout: RowFormat) -> RowFields:
             completion = ()
         else:
             messages = asked
-            refused = bool(completion and answer_column and kind != "messages")
+            refused = bool(completion and not is_missing(answer) and kind != "messages")
         problem = _conversation_text(asked)
-    if completion and not answer_column:
+    if completion and is_missing(answer) and not layout.answer:
         answer_column = problem_column
-        answer = completion[0].get("content")
-    found = _GSM8K.fullmatch(answer) if isinstance(answer, str) else None
-    return RowFields(
-        problem_column,
-        answer_column,
-        problem,
-        join_thousands(found["answer"]) if found else answer,
-        messages,
-        gsm8k=found is not None,
-        unread=bool(completion) and answer_column != problem_column,
-        refused=refused,
+        answer, gsm8k = _stated(completion[-1].get("content"))
+    responses = {COMPLETION: column(row, COMPLETION), problem_column: list(completion)}
+    unread = any(
+        not f"{answer_column}.".startswith(f"{place}.") and not is_missing(said) for place, said in responses.items()
     )
+    return RowFields(problem_column, answer_column, problem, answer, messages, gsm8k, unread, refused)
 
 
 def has_column(row: Mapping[str, Any], path: str) -> bool:
@@ -150,30 +161,31 @@ def _step(value: Any, path: str) -> Any:  # noqa: ANN401
 
 
 def is_missing(value: object) -> bool:
-    """Whether a value says nothing: null, NaN (how data frames write null), a blank text, an empty list."""
-    if isinstance(value, float):
-        return math.isnan(value)
-    return value is None or value == [] or (isinstance(value, str) and not value.strip())
+    """Whether a value says nothing: null, NaN (how data frames write null), a blank text, a list of nothing else."""
+    if isinstance(value, list):
+        return all(map(is_missing, value))
+    return value is None or value != value or (isinstance(value, str) and not value.strip())  # NaN is not itself
 
 
-def _answer(row: Mapping[str, Any], named: str) -> tuple[str, Any]:
-    """(column, value); ("", None) if the row has no such column."""
-    if named:
-        return named, column(row, named)
-    present = [name for name in ANSWER if has_column(row, name)]
-    for name in present:
-        value = column(row, name)
-        if not is_missing(value):
-            joins = name == "final_answer" and isinstance(value, list)
-            return name, ", ".join(map(spell_value, value)) if joins else value
-    solution = row.get(SOLUTION)
-    if isinstance(solution, str):
-        whole = solution if not present or _GSM8K.fullmatch(solution) else ""
-        if found := last_boxed(solution) or whole:
-            return SOLUTION, found
-    if present:
-        return present[0], column(row, present[0])
-    return (SOLUTION, solution) if SOLUTION in row else ("", None)
+def _answer(row: Mapping[str, Any], named: str) -> tuple[str, Any, bool]:
+    """(column, value, whether it was in GSM8K's form); ("", None, False) if the row has no such column."""
+    columns = [named] if named else [name for name in (*ANSWER, SOLUTION) if has_column(row, name)]
+    for name in columns:
+        answer, gsm8k = _stated(column(row, name))
+        if name == "final_answer" and isinstance(answer, list):
+            answer = ", ".join(spell_value(one) for one in answer if not is_missing(one))
+        if name == SOLUTION != named and isinstance(answer, str) and not gsm8k:
+            answer = last_boxed(answer) or (answer if columns == [SOLUTION] else None)
+        if not is_missing(answer):
+            return name, answer, gsm8k
+    return (columns[0], *_stated(column(row, columns[0]))) if columns else ("", None, False)
+
+
+def _stated(value: Any) -> tuple[Any, bool]:  # noqa: ANN401
+    """What follows #### in the last line of a text, and True; any other value as it is, and False. A text with nothing
+    behind its #### has no answer."""
+    found = _GSM8K.fullmatch(value) if isinstance(value, str) else None
+    return (join_thousands(found["answer"]), bool(found["answer"])) if found else (value, False)
 
 
 def _without_answer(messages: tuple[JsonObject, ...]) -> tuple[JsonObject, ...]:
@@ -206,6 +218,7 @@ def _conversation_text(messages: Sequence[JsonObject]) -> Any:  # noqa: ANN401
     return "\n\n".join(f"{one['role']}: {one['content']}" for one in turns)
 
 
-def identity_text(problem: str, messages: tuple[JsonObject, ...]) -> str:
-    """The text by which two problems are the same: the problem itself, or all messages if there are several."""
-    return problem if len(messages) < 2 else json.dumps(messages, ensure_ascii=False, sort_keys=True)
+def identity_text(problem: str, messages: tuple[JsonObject, ...], shown: str = "") -> str:
+    """The text by which two problems are the same: all that their prompts are made of. That is the problem itself, or
+    all messages if there are several, and the columns that the template reads."""
+    return (problem if len(messages) < 2 else json.dumps(messages, ensure_ascii=False, sort_keys=True)) + shown

@@ -49,7 +49,7 @@ def read_benchmarks(config: Config) -> list[Benchmark]:
     layout = RowFormat.of(config)
     sets = {name: read_problems(path, layout) for name, path in benchmark_paths(config).items()}
     sets = sets or {set_name(config.data.heldout) or "heldout": heldout_problems(config)}
-    return [Benchmark(name, each_once(problems, config.reward.uses_math)) for name, problems in sets.items()]
+    return [Benchmark(name, each_once(problems, config.reward)) for name, problems in sets.items()]
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import re
 import unicodedata
 from functools import lru_cache
+from itertools import accumulate
 
 from engine.reward.math.answers import strip_delimiters
 from engine.reward.math.structure import is_closed, split_parts
@@ -180,6 +181,8 @@ _TYPED_UNIT = re.compile(
 """A unit that is typed without `\\text`: known short ones, and words, after a number. A single letter is a variable."""
 _GROUPED = re.compile(r"(?<=\d)(?:,?\s*\\[!,]\s*|\{,\})(?=\d{3}(?!\d))")
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)")
+_BRACKET = re.compile(r"\\[()\[\]]|(?P<opens>(?P<argument>(?<=[A-Za-z}\]^_])\{)|\\\{|[(\[{])|(?P<closes>\\\}|[)\]}])")
+"""A bracket; `\\(` and `\\[`, which begin a formula, match without a group."""
 _SCIENTIFIC = re.compile(r"((?:^|[,;(\[{=<>\s])[+-]?(?:\d+\.?\d*|\.\d+))[eE]([+-]?\d{1,4})(?=\s*(?:$|[,;)\]}=<>%]|\\))")
 
 
@@ -212,10 +215,30 @@ def _plain(text: str) -> str:
 
 def join_thousands(text: str) -> str:
     """The text without the commas that separate thousands: 1,200 becomes 1200, but not 1,2 or (1,200), because in
-    brackets a comma separates entries."""
-    if re.search(r"[(\[]", text):
-        return text
-    return _THOUSANDS.sub(lambda match: match[0].replace(",", ""), text)
+    brackets a comma separates entries. The braces of a set are brackets, those of an argument are not."""
+    enclosed = _enclosed(text)
+    return _THOUSANDS.sub(lambda match: match[0] if enclosed[match.start()] else match[0].replace(",", ""), text)
+
+
+def _enclosed(text: str) -> list[int]:
+    """The number of brackets around each character. Square ones without a partner are an open interval's: ]1,2[."""
+    spans: list[tuple[int, int]] = []
+    opened: list[re.Match[str]] = []
+    alone: list[int] = []
+    for found in _BRACKET.finditer(text):
+        if found["opens"]:
+            opened.append(found)
+        elif found["closes"] and opened:
+            start = opened.pop()
+            spans += [] if start["argument"] else [(start.start(), found.start())]
+        elif found["closes"] == "]":
+            alone.append(found.start())
+    alone += [found.start() for found in opened if found["opens"] == "["]
+    changes = [0] * (len(text) + 1)
+    for begin, end in [*spans, *([(min(alone), max(alone))] if alone else [])]:
+        changes[begin] += 1
+        changes[end] -= 1
+    return list(accumulate(changes))
 
 
 def _parted(text: str) -> str:

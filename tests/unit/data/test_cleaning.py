@@ -2,9 +2,12 @@ import dataclasses
 
 import pytest
 
+from engine.config.inputs import Reward
 from engine.data.prepared import clean_problems, split_position, split_problems
 from engine.data.problems import ProblemRow, Problems
 from engine.errors import BadInput
+
+MATH, EXACT, OWN = (Reward(function=name) for name in ("math", "exact", "mine.py:reward"))
 
 
 def problems(*rows):
@@ -14,7 +17,7 @@ def problems(*rows):
 
 
 def test_the_first_of_equal_rows_stays_with_the_place_of_the_other_named():
-    found = clean_problems(problems(("1 + 1 =", "2"), ("3 + 1 =", "4"), ("1 +  1\n=", " 2")), math=False)
+    found = clean_problems(problems(("1 + 1 =", "2"), ("3 + 1 =", "4"), ("1 +  1\n=", " 2")), OWN)
     assert [row.where for row in found.rows] == ["set.json, row 1", "set.json, row 2"]
     assert found.skipped == {"duplicate": 1}
     assert str(found.rejected[0]) == (
@@ -24,10 +27,10 @@ def test_the_first_of_equal_rows_stays_with_the_place_of_the_other_named():
 
 def test_one_problem_with_two_answers_is_trusted_in_neither_for_math_only():
     rows = problems(("a", "2"), ("b", "1"), ("a", "3"))
-    assert [row.problem for row in clean_problems(rows, math=True).rows] == ["b"]
-    assert clean_problems(rows, math=True).skipped == {"contradicted": 2}
-    assert len(clean_problems(rows, math=False).rows) == 3  # a user's reward may read more than the answer
-    spelled = clean_problems(problems(("1 + 1 =", "2"), ("b", "1"), ("1 +  1\n=", "3")), math=True)
+    assert [row.problem for row in clean_problems(rows, MATH).rows] == ["b"]
+    assert clean_problems(rows, MATH).skipped == {"contradicted": 2}
+    assert len(clean_problems(rows, OWN).rows) == 3  # a user's reward may read more than the answer
+    spelled = clean_problems(problems(("1 + 1 =", "2"), ("b", "1"), ("1 +  1\n=", "3")), MATH)
     assert [row.problem for row in spelled.rows] == ["b"]
     assert spelled.skipped == {"contradicted": 2}
 
@@ -48,9 +51,9 @@ def test_one_problem_with_two_answers_is_trusted_in_neither_for_math_only():
     ],
 )
 def test_answers_are_unwrapped_and_columns_are_left(given, tidy):
-    row = clean_problems(problems(("p", given)), math=True).rows[0]
+    row = clean_problems(problems(("p", given)), MATH).rows[0]
     assert (row.answer, row.columns["answer"]) == (tidy, given)
-    assert clean_problems(problems(("p", given)), math=False).rows[0].answer == given
+    assert clean_problems(problems(("p", given)), OWN).rows[0].answer == given
 
 
 @pytest.mark.parametrize(
@@ -68,23 +71,23 @@ def test_answers_are_unwrapped_and_columns_are_left(given, tidy):
     ],
 )
 def test_answers_that_no_rule_can_check(answer, reason):
-    found = clean_problems(problems(("p", answer), ("q", "1")), math=True)
+    found = clean_problems(problems(("p", answer), ("q", "1")), MATH)
     assert [row.problem for row in found.rows] == ["q"]
     assert found.skipped == {reason: 1}
     assert found.rejected[0].column == "answer"
-    assert len(clean_problems(problems(("p", answer)), math=False).rows) == 1
+    assert len(clean_problems(problems(("p", answer)), OWN).rows) == 1
 
 
 def test_a_brace_that_is_shown_needs_no_other():
     system = "\\left\\{ \\begin{array}{l} x = 1 \\\\ y = 2 \\end{array} \\right."
-    assert clean_problems(problems(("p", system)), math=True).rows[0].answer == system
+    assert clean_problems(problems(("p", system)), MATH).rows[0].answer == system
 
 
 def test_nothing_left_names_the_first_reason():
     with pytest.raises(
         BadInput, match=r"no row is left out of 1; the first: set\.json, row 1: answer: answer is a picture"
     ):
-        clean_problems(problems(("p", "![a]")), math=True)
+        clean_problems(problems(("p", "![a]")), MATH)
 
 
 def many(count, start=0):

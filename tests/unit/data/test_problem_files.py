@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from engine.config.inputs import Reward
 from engine.data.hub import rows_of
 from engine.data.prepared import clean_problems
 from engine.data.problem_files import File, parse_file, spell_value
@@ -207,7 +208,7 @@ def test_one_answer_in_several_spellings_is_one_row(tmp_path):
     rows = [{"problem": "P", "answer": answer} for answer in spellings]
     rows += [{"problem": "Q", "answer": "1"}, {"problem": " Q ", "answer": "2"}, {"problem": "Q", "answer": "1.0"}]
     (tmp_path / "a.json").write_text(json.dumps(rows))
-    found = clean_problems(read_problems(str(tmp_path / "a.json")), math=True)
+    found = clean_problems(read_problems(str(tmp_path / "a.json")), Reward(function="math"))
     assert [(row.problem, row.answer) for row in found.rows] == [("P", "0.5")]
     assert found.skipped == {"duplicate": 8, "contradicted": 3}
     assert "1 and 2" in next(str(row) for row in found.rejected if row.reason == "contradicted")
