@@ -57,6 +57,11 @@ class Response:
     instance: str
     """Name of the rollout instance that sampled it."""
 
+    @classmethod
+    def of_text(cls, text: str) -> Response:
+        """A response of which a built-in verifier needs only the text."""
+        return cls((), (), (), (), "stop", text, 0, "")
+
     @property
     def truncated(self) -> bool:
         """Whether a length limit ended the response."""

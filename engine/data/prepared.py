@@ -18,7 +18,7 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import combinations
 from typing import Any
@@ -90,9 +90,7 @@ def _once(rows: Sequence[ProblemRow], rejected: list[Rejected], reward: Reward) 
     answers: dict[str, dict[str, str]] = {}
     for row in rows:
         answers.setdefault(text_key(row.identity), {}).setdefault(text_key(row.answer), row.answer)
-    same = _same if reward.uses_math else str.__eq__
-    found = {key: "" if reward.is_own else _different(list(each.values()), same) for key, each in answers.items()}
-    contradicted = {key: pair for key, pair in found.items() if pair}
+    contradicted = {key: found for key, each in answers.items() if (found := _different(each.values(), reward))}
     first: dict[tuple[str, str], ProblemRow] = {}
     for row in rows:
         key = text_key(row.identity)
@@ -105,9 +103,10 @@ def _once(rows: Sequence[ProblemRow], rejected: list[Rejected], reward: Reward) 
             yield row
 
 
-def _different(answers: list[str], same: Callable[[str, str], bool]) -> str:
-    """Two of the answers that differ, as "1 and 2"; empty if all are spellings of one answer."""
-    return next((" and ".join(pair) for pair in combinations(answers, 2) if not same(*pair)), "")
+def _different(answers: Iterable[str], reward: Reward) -> str:
+    """Two of the answers that differ, as "1 and 2"; empty if all are one answer, or only a user's reward reads them."""
+    pairs = () if reward.is_own else combinations(answers, 2)
+    return next((" and ".join(pair) for pair in pairs if not (reward.uses_math and _same(*pair))), "")
 
 
 def _same(one: str, other: str) -> bool:
@@ -385,8 +384,6 @@ def _training_rows(config: Config) -> Problems:
                 f"data.columns.{key} = {name!r}: data.train has no such column; its first row has "
                 + ", ".join(rows[0].columns)
             )
-    if len(sets) == 1:
-        return sets[0]
     rejected = tuple(row for one in sets for row in one.rejected)
     return Problems(
         rows=rows,

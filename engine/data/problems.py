@@ -28,7 +28,6 @@ from engine.data.row_format import (
     column,
     find_fields,
     has_column,
-    identity_text,
     is_missing,
 )
 from engine.errors import BadInput, counted
@@ -61,8 +60,11 @@ class ProblemRow:
 
     @property
     def identity(self) -> str:
-        """The text by which two rows have the same problem."""
-        return identity_text(self.problem, self.messages, self.shown)
+        """The text by which two rows have the same problem: the problem itself, or all messages if there are several,
+        and the columns that the template reads."""
+        several = len(self.messages) > 1
+        text = json.dumps(self.messages, ensure_ascii=False, sort_keys=True) if several else self.problem
+        return text + self.shown
 
     def reject(self, column: str, reason: str, found: object, expected: str) -> Rejected:
         """This row, left out. The arguments are the fields of `Rejected`."""
@@ -119,17 +121,14 @@ def read_problems(path: str, layout: RowFormat = USUAL) -> Problems:
     rows, rejected = _usable(raw, fields, layout)
     if not rows:
         raise BadInput(f"problem set {path}: no usable row among {len(raw)}{_why(raw, rejected)}")
-    remarks = {
-        "the answer is what follows ####, as in GSM8K": sum(one.gsm8k for one in fields),
-        "the assistant's message at the end, or its column completion, is not read": sum(one.unread for one in fields),
-    }
+    remarks = Counter(remark for one in fields for remark in one.remarks)
     return Problems(
         rows=tuple(rows),
         skipped=count_reasons(rejected),
         source=source,
         content_hash=content_hash,
         rejected=tuple(rejected),
-        notes=tuple(f"{path}, {counted(count, 'row')}: {remark}" for remark, count in remarks.items() if count),
+        notes=tuple(f"{path}, {counted(count, 'row')}: {remark}" for remark, count in remarks.items()),
     )
 
 

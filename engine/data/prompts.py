@@ -6,25 +6,18 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import datetime
+from functools import partial
 from os.path import commonprefix
 from typing import Any
 
 from engine.config.inputs import Data
 from engine.data.problem_files import spell_value
 from engine.data.problems import ProblemRow, Problems, format_counts
-from engine.data.row_format import (
-    PLACEHOLDER,
-    SYSTEM,
-    column,
-    has_column,
-    is_missing,
-    is_placeholder,
-    template_columns,
-)
+from engine.data.row_format import PLACEHOLDER, SYSTEM, column, has_column, is_placeholder, template_columns
 from engine.data.tokenizer import ANSWER, Tokenizer
 from engine.errors import BadInput
 from engine.types import Prompt
@@ -93,18 +86,14 @@ def check_template(problems: Problems, data: Data) -> None:
             '"prompt.0.content")'
         )
     for name in template_columns(template):
-        row = next((one for one in problems.rows if not _can_show(column(one.columns, name))), None)
+        values = ((one, column(one.columns, name)) for one in problems.rows)
+        row = next((one for one, value in values if not isinstance(value, str | int | float) or value != value), None)
         if row is not None:
             what = "is no text or number" if has_column(row.columns, name) else "is no column"
             raise BadInput(
                 f"data.prompt_template: {{{name}}} {what} of {row.where}, which has {', '.join(row.columns)}; write "
                 f"{{{{{name}}}}} for the text {{{name}}} itself"
             )
-
-
-def _can_show(value: object) -> bool:
-    """Whether a template can show a value: a text, which may be empty, or a number, but not NaN."""
-    return isinstance(value, str) or (isinstance(value, int | float) and not is_missing(value))
 
 
 def _fill(template: str, row: ProblemRow) -> str:
@@ -188,8 +177,9 @@ def _chat(tokenizer: Tokenizer, row: ProblemRow, data: Data, clock: datetime | N
     if data.system and messages[0]["role"] not in SYSTEM:
         messages.insert(0, {"role": "system", "content": data.system})
     try:
-        text = tokenizer.render(messages, data.chat_template_kwargs, clock)
-        return text + (begun and _left(begun, tokenizer, messages, text, data, clock))
+        render = partial(tokenizer.render, variables=data.chat_template_kwargs, clock=clock)
+        text = render(messages)
+        return text + (begun and _left(begun, text, messages, render))
     except BadInput as error:
         raise BadInput(
             f'data.prompt_template = "chat": {error} (for the problem {row.problem[:60]!r} of {source}); fix the '
@@ -197,27 +187,18 @@ def _chat(tokenizer: Tokenizer, row: ProblemRow, data: Data, clock: datetime | N
         ) from None
 
 
-def _left(
-    begun: str,
-    tokenizer: Tokenizer,
-    messages: Sequence[Mapping[str, Any]],
-    text: str,
-    data: Data,
-    clock: datetime | None,
-) -> str:
-    """What a response begins with, without what the chat template writes of it by itself (<think>): what the prompt
-    `text` has after the last message and an answer in an earlier turn has not."""
-    turns = [{"role": "assistant", "content": ANSWER}, {"role": "user", "content": ANSWER}]
+def _left(begun: str, text: str, messages: Sequence[Mapping[str, Any]], render: Callable[..., str]) -> str:
+    """What a response begins with, without what the chat template writes of it by itself (<think>): the end of the
+    prompt `text` that is not there before an answer in an earlier turn."""
     own = text
-    for after in ([], turns):
-        with suppress(BadInput):  # a template may refuse several turns
-            other = tokenizer.render([*messages, *after], data.chat_template_kwargs, clock, begins_answer=False)
-            own = min(own, text[len(commonprefix((text, other))) :], key=len)
+    turns = [{"role": role, "content": ANSWER} for role in ("assistant", "user")]
+    with suppress(BadInput):  # a template may refuse several turns
+        own = text[len(commonprefix((text, render([*messages, *turns], begins_answer=False)))) :]
     written = own.strip()
     if not written or not begun.startswith(written):
         return begun
-    rest = begun[len(written) :]
-    return rest[len(commonprefix((rest, own[len(own.rstrip()) :]))) :]
+    rest = begun.removeprefix(written)
+    return rest.removeprefix(commonprefix((rest, own.rpartition(written)[2])))
 
 
 def _fitting(

@@ -6,7 +6,6 @@ answer under any of its usual names), of verl (prompt, reward_model.ground_truth
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +26,8 @@ r"""Name of the column with the answer if no answer column has one: what follows
 \boxed{…}, else its whole text if the row has no answer column."""
 COMPLETION = "completion"
 """Name of the column in which TRL has a response, which is not trained on."""
+GSM8K_READ = "the answer is what follows ####, as in GSM8K"
+UNREAD = "the assistant's message at the end, or its column completion, is not read"
 SYSTEM = ("system", "developer")
 """Roles of a message that gives instructions rather than a turn of the conversation."""
 _GSM8K = re.compile(
@@ -71,12 +72,10 @@ class RowFormat:
 
     def without_missing(self, rows: Sequence[Mapping[str, Any]]) -> RowFormat:
         """The format for a set of these rows. A named column that none of them has is forgotten."""
-        known = {name for name in (self.problem, self.answer) if any(has_column(row, name) for row in rows)}
-        return replace(
-            self,
-            problem=self.problem if self.problem in known else "",
-            answer=self.answer if self.answer in known else "",
+        problem, answer = (
+            name if any(has_column(row, name) for row in rows) else "" for name in (self.problem, self.answer)
         )
+        return replace(self, problem=problem, answer=answer)
 
 
 USUAL = RowFormat()
@@ -93,10 +92,8 @@ class RowFields:
     answer: Any
     messages: tuple[JsonObject, ...] = ()
     """The messages of a prompt that is a conversation. If the last is the assistant's, the response continues it."""
-    gsm8k: bool = False
-    """Whether the answer is what follows #### in a last line, as in GSM8K."""
-    unread: bool = False
-    """Whether the row has a response, at the end of the conversation or in COMPLETION, which is not its answer."""
+    remarks: tuple[str, ...] = ()
+    """How the row was read, where that is not plain from its columns: GSM8K_READ, UNREAD."""
     refused: bool = False
     """Whether the row cannot be used, because what the assistant says at the end has no certain meaning."""
 
@@ -130,7 +127,8 @@ def find_fields(row: Mapping[str, Any], layout: RowFormat) -> RowFields:
     unread = any(
         not f"{answer_column}.".startswith(f"{place}.") and not is_missing(said) for place, said in responses.items()
     )
-    return RowFields(problem_column, answer_column, problem, answer, messages, gsm8k, unread, refused)
+    remarks = (*[GSM8K_READ] * gsm8k, *[UNREAD] * unread)
+    return RowFields(problem_column, answer_column, problem, answer, messages, remarks, refused)
 
 
 def has_column(row: Mapping[str, Any], path: str) -> bool:
@@ -216,9 +214,3 @@ def _conversation_text(messages: Sequence[JsonObject]) -> Any:  # noqa: ANN401
     if len(turns) == 1:
         return turns[0]["content"]
     return "\n\n".join(f"{one['role']}: {one['content']}" for one in turns)
-
-
-def identity_text(problem: str, messages: tuple[JsonObject, ...], shown: str = "") -> str:
-    """The text by which two problems are the same: all that their prompts are made of. That is the problem itself, or
-    all messages if there are several, and the columns that the template reads."""
-    return (problem if len(messages) < 2 else json.dumps(messages, ensure_ascii=False, sort_keys=True)) + shown

@@ -105,17 +105,7 @@ async def _find(
 async def _equal(gold: str, text: str, verifier: ResponseScorer) -> bool:
     """Whether the math verifier, in its worker processes, considers the answers equal. False for a call that reaches
     its time limit."""
-    response = Response(
-        token_ids=(),
-        logprobs=(),
-        versions=(),
-        loss_mask=(),
-        finish_reason="stop",
-        text=f"\\boxed{{{text}}}",
-        seed=0,
-        instance="",
-    )
-    (score,) = await verifier.score(Prompt("", "", gold, ()), [response])
+    (score,) = await verifier.score(Prompt("", "", gold, ()), [Response.of_text(f"\\boxed{{{text}}}")])
     return score.value >= 1.0
 
 

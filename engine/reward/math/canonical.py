@@ -222,22 +222,21 @@ def join_thousands(text: str) -> str:
 
 def _enclosed(text: str) -> list[int]:
     """The number of brackets around each character. Square ones without a partner are an open interval's: ]1,2[."""
-    spans: list[tuple[int, int]] = []
+    changes = [0] * len(text)
     opened: list[re.Match[str]] = []
-    alone: list[int] = []
+    alone: list[re.Match[str]] = []
     for found in _BRACKET.finditer(text):
         if found["opens"]:
             opened.append(found)
         elif found["closes"] and opened:
             start = opened.pop()
-            spans += [] if start["argument"] else [(start.start(), found.start())]
+            changes[start.start()] += not start["argument"]
+            changes[found.start()] -= not start["argument"]
         elif found["closes"] == "]":
-            alone.append(found.start())
-    alone += [found.start() for found in opened if found["opens"] == "["]
-    changes = [0] * (len(text) + 1)
-    for begin, end in [*spans, *([(min(alone), max(alone))] if alone else [])]:
-        changes[begin] += 1
-        changes[end] -= 1
+            alone.append(found)
+    if alone := alone + [one for one in opened if one["opens"] == "["]:
+        changes[alone[0].start()] += 1
+        changes[alone[-1].start()] -= 1
     return list(accumulate(changes))
 
 

@@ -9,6 +9,9 @@ import pytest
 
 from engine.config import Config, Reward
 from engine.data.benchmark_files import FORMATS, benchmark_paths
+from engine.data.prepared import prepare_problems
+from engine.data.prompts import encode_problems
+from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput
 from engine.evaluation.benchmarks import read_benchmarks
 
@@ -102,12 +105,29 @@ def test_a_repeated_problem_is_evaluated_once_and_said(tmp_path):
         for number, (prompt, gold) in enumerate(zip(asked, golds, strict=True))
     ]
     mine.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {"prompt": asked[0]}]))
-    for function, count in (("math", 2), ("exact", 3)):  # 4 and 4.0 are one answer for math only
+    skips = {"math": "126 × duplicate", "exact": "64 × contradicted, 63 × duplicate"}
+    for function, skipped in skips.items():  # 4 and 4.0 are one answer for math only
         made = config(tmp_path, benchmark=str(mine)).model_copy(update={"reward": Reward(function=function)})
         (found,) = read_benchmarks(made)
-        assert len(found.problems.rows) == count
-        said = f"mine: {count} problems, each evaluated once; skipped rows: {128 - count} × duplicate, 1 × no answer"
-        assert found.notes == (said,)
+        count = {"math": "2 problems", "exact": "1 problem"}[function]
+        assert found.notes == (f"mine: {count}, each evaluated once; skipped rows: {skipped}, 1 × no answer",)
+
+
+def test_a_question_about_another_text_is_another_problem(tmp_path):
+    """The prompt template decides which columns make a problem."""
+    mine = tmp_path / "mine.jsonl"
+    texts = [("I have 5.", "5", 1), ("I have 7.", "7", 2), ("I have  5.", "5", 3)]
+    rows = [{"problem": "How many?", "passage": text, "answer": gold, "n": n} for text, gold, n in texts]
+    mine.write_text("".join(json.dumps(row) + "\n" for row in [*rows, {**rows[0], "problem": "So?"}]))
+    for template, kept in (("{passage} {problem}", [0, 1, 3]), ("{problem}", [3]), ("{n} {problem}", [0, 1, 2, 3])):
+        made = config(tmp_path, benchmark=str(mine))
+        data = made.data.model_copy(update={"prompt_template": template, "train": str(mine), "decontaminate": []})
+        made = made.model_copy(update={"data": data})
+        (found,) = read_benchmarks(made)
+        lines = [int(row.where.rpartition(" ")[2]) - 1 for row in found.problems.rows]
+        assert lines == [int(row.where.rpartition(" ")[2]) - 1 for row in prepare_problems(made).train.rows] == kept
+        prompts = encode_problems(found.problems, Tokenizer(Path(made.model.path)), made.data, 1024).prompts
+        assert len({one.id for one in prompts}) == len(kept)
 
 
 def test_beside_the_data_without_a_folder(tmp_path, folder):

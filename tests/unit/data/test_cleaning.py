@@ -25,14 +25,23 @@ def test_the_first_of_equal_rows_stays_with_the_place_of_the_other_named():
     )
 
 
-def test_one_problem_with_two_answers_is_trusted_in_neither_for_math_only():
-    rows = problems(("a", "2"), ("b", "1"), ("a", "3"))
-    assert [row.problem for row in clean_problems(rows, MATH).rows] == ["b"]
-    assert clean_problems(rows, MATH).skipped == {"contradicted": 2}
-    assert len(clean_problems(rows, OWN).rows) == 3  # a user's reward may read more than the answer
-    spelled = clean_problems(problems(("1 + 1 =", "2"), ("b", "1"), ("1 +  1\n=", "3")), MATH)
-    assert [row.problem for row in spelled.rows] == ["b"]
-    assert spelled.skipped == {"contradicted": 2}
+@pytest.mark.parametrize(
+    ("reward", "answers", "kept", "reason"),
+    [
+        (MATH, ("2", "3"), 0, "contradicted"),
+        (MATH, ("2", "2.0"), 1, "duplicate"),
+        (MATH, ("5 1/2", "51/2"), 0, "contradicted"),
+        (EXACT, ("2", "2.0"), 0, "contradicted"),
+        (EXACT, ("2", " 2\n"), 1, "duplicate"),
+        (EXACT, ("1 2", "12"), 0, "contradicted"),
+        (OWN, ("2", "3"), 2, ""),  # a user's reward may read more than the answer
+        (OWN, ("2", " 2"), 1, "duplicate"),
+    ],
+)
+def test_one_problem_with_two_answers_is_trusted_in_neither(reward, answers, kept, reason):
+    found = clean_problems(problems(("1 + 1 =", answers[0]), ("b", "1"), ("1 +  1\n=", answers[1])), reward)
+    assert [row.problem for row in found.rows] == (["1 + 1 ="] * (kept > 0) + ["b"] + ["1 +  1\n="] * (kept > 1))
+    assert found.skipped == ({reason: 2 - kept} if reason else {})
 
 
 @pytest.mark.parametrize(

@@ -132,6 +132,18 @@ def test_a_row_of_each_format_is_rendered_and_scored_without_configuration(write
         ("(1,200)", "(1,200)"),
         ("0,500", "0,500"),
         ("1,20", "1,20"),
+        ("1,200 (dollars)", "1200 (dollars)"),
+        ("f(1,200) = 3,400", "f(1,200) = 3400"),
+        (r"\{100,200\}", r"\{100,200\}"),
+        ("{100,200}", "{100,200}"),
+        ("(2, {1,200} + (3), 1,200) or 1,200", "(2, {1,200} + (3), 1,200) or 1200"),
+        ("[100,200)", "[100,200)"),
+        ("]100,200[", "]100,200["),
+        ("[100,200[", "[100,200["),
+        ("a) 1,200 [km", "a) 1200 [km"),
+        (r"\(1,200\)", r"\(1200\)"),
+        (r"\text{1,200}", r"\text{1200}"),
+        (r"10^{1,200}", r"10^{1200}"),
         ("1234,567", "1234,567"),
     ],
 )
@@ -151,6 +163,13 @@ def test_gsm8ks_form_as_others_write_it(write, text):
     assert (
         training_problems(config(write({"query": "How far?", "problem": "p", "answer": text}))).rows[0].answer == "1200"
     )
+
+
+@pytest.mark.parametrize("text", ["far\n####", "#### \n", "####\nThe answer is: 5"])
+def test_nothing_behind_the_signs_of_gsm8k_is_no_answer(write, text):
+    rows = [{"question": "a", "answer": text}, {"question": "b", "answer": text, "solution": "\\boxed{2}"}]
+    found = prepare_problems(config(write(*rows)))
+    assert ([row.answer for row in found.train.rows], found.train.skipped, found.notes) == (["2"], {"no answer": 1}, ())
 
 
 def test_what_only_looks_like_gsm8ks_form_stays(write):
@@ -174,6 +193,13 @@ NAN = float("nan")
         ({"problem": "p", "answer": NAN, "solution": "so \\boxed{2}"}, "p", "2"),
         ({"problem": "p", "answer": NAN, "solution": "so\n#### 1,200"}, "p", "1200"),
         ({"problem": "p", "answer": " ", "final_answer": NAN, "ground_truth": 2}, "p", "2"),
+        ({"problem": "p", "final_answer": [None], "ground_truth": 2}, "p", "2"),
+        ({"problem": "p", "final_answer": [NAN, " "], "solution": "so \\boxed{2}"}, "p", "2"),
+        ({"problem": "p", "final_answer": ["", "2", None]}, "p", "2"),
+        ({"problem": [None, []], "prompt": [ASKED], "answer": "2"}, "1+1=", "2"),
+        ({"messages": [ASKED, {"role": "assistant", "content": "2"}], "answer": None}, "1+1=", "2"),
+        ({"question": [ASKED, {"role": "assistant", "content": "2"}], "answer": " "}, "1+1=", "2"),
+        ({"problem": "p", "solution": "So \\boxed{5} a day.\n#### 35"}, "p", "35"),
     ],
 )
 def test_a_column_that_says_nothing_hides_no_other(write, row, problem, answer):
@@ -201,26 +227,59 @@ def test_messages_after_the_users_last_reach_the_model(write, column, after, kep
     turns = [SYSTEM, asked, *({"content": ""} | one for one in kept)]
     assert prompt.text == Tokenizer(MODEL).render(turns, {}) + begun
     unread = column == "messages" and after[-1] is THINK
-    assert [note.partition(": ")[2] for note in problems.notes] == unread * [
-        "the assistant's message at the end is not read, since a column has the answer"
-    ]
+    assert [note.partition(": ")[2] for note in problems.notes] == unread * [UNREAD]
 
 
-def test_the_begin_of_a_response_that_the_template_writes_too_is_there_once(write, tmp_path):
+UNREAD = "the assistant's message at the end, or its column completion, is not read"
+
+
+@pytest.mark.parametrize(
+    ("row", "keys", "said"),
+    [
+        ({"prompt": [ASKED], "completion": [THINK], "answer": "2"}, [], True),
+        ({"prompt": "1+1=", "completion": "2", "answer": "2"}, [], True),
+        ({"prompt": "1+1=", "completion": [None], "answer": "2"}, [], False),
+        ({"prompt": "1+1=", "completion": "2"}, ["data.columns.answer=completion"], False),
+        ({"messages": [ASKED, THINK]}, ["data.columns.answer=messages.1.content"], False),
+        ({"messages": [ASKED, THINK], "gold": 2}, ["data.columns.answer=gold"], True),
+    ],
+)
+def test_a_response_that_is_not_read_is_said(write, row, keys, said):
+    path = write(row)
+    notes = training_problems(config(path, *CHAT, *keys)).notes
+    assert notes == ((f"{path}, 1 row: {UNREAD}",) if said else ())
+
+
+@pytest.mark.parametrize(
+    ("own", "begun", "left"),
+    [
+        ("<think>\n", "<think>\n", ""),
+        ("<think>\n", "<think>\nFirst, ", "First, "),
+        ("<think>\n", "<think>First, ", "First, "),
+        ("<think>\n", "<think>\n\nFirst, ", "\nFirst, "),
+        ("<think>\n\n", "<think>\n", ""),
+        ("<think>", "<think>\n", "\n"),
+        ("<think>", "> 5", "> 5"),
+        ("<think>\n", "\nFirst", "\nFirst"),
+        ("", "assistant\n", "assistant\n"),
+        ("", "n\n", "n\n"),
+    ],
+)
+def test_the_begin_of_a_response_that_the_template_writes_too_is_there_once(write, tmp_path, own, begun, left):
     model = shutil.copytree(MODEL, tmp_path / "model")
     with (model / "chat_template.jinja").open("a") as template:
-        template.write("{% if add_generation_prompt %}<think>\n{% endif %}")
-    made = config(write({"prompt": [ASKED, THINK], "answer": "2"}), *CHAT, f"model.path={model}")
-    (prompt,) = encode(made).prompts
-    assert prompt.text.endswith(THINK["content"])
-    assert prompt.text.count("<think>") == 1
+        template.write(f"{{% if add_generation_prompt %}}{own}{{{{ '' }}}}{{% endif %}}")
+    row = {"prompt": [ASKED, {**THINK, "content": begun}], "answer": "2"}
+    (prompt,) = encode(config(write(row), *CHAT, f"model.path={model}")).prompts
+    assert prompt.text == Tokenizer(model).render([ASKED], {}) + left
+    assert prompt.text.endswith(f"assistant\n{own}{left}")
 
 
 def test_an_answer_of_messages_is_the_assistants_last(write):
-    rows = [
-        {"messages": [ASKED, *after, {"role": "assistant", "content": "so\n#### 2"}]} for after in ([], [CALL, RESULT])
-    ]
-    assert [row.answer for row in training_problems(config(write(*rows), *CHAT)).rows] == ["2", "2"]
+    before = ([], [CALL, RESULT], [{"role": "assistant", "content": "Let me think."}])
+    rows = [{"messages": [ASKED, *after, {"role": "assistant", "content": "so\n#### 2"}]} for after in before]
+    found = encode(config(write(*rows), *CHAT, "reward.function=exact"))
+    assert [(prompt.answer, "think" in prompt.text) for prompt in found.prompts] == [("2", False), ("2", False)]
 
 
 def test_columns_are_named_for_any_other_row(write):
@@ -330,6 +389,9 @@ def test_other_columns_are_filled_into_a_template(write):
     template = r"""{kind} {extra.n} {{kind}} \text{kind} {} {"a": {problem}}"""
     (prompt,) = encode(config(path, f"data.prompt_template='{template}'")).prompts
     assert prompt.text == r"""sum 1.0 {kind} \text{kind} {} {"a": 1+{x}=}"""
+    empty = write({"problem": "1+1=", "answer": "2", "kind": NAN}, name="empty.jsonl")
+    with pytest.raises(BadInput, match=r"\{kind\} is no text or number of .*line 1"):
+        encode(config(empty, "data.prompt_template={problem} {kind}"))
     with pytest.raises(BadInput, match=r"\{knd\} is no column of .*line 1, which has problem, .* \{\{knd\}\}"):
         encode(config(path, "data.prompt_template={problem} {knd}"))
 
@@ -355,8 +417,10 @@ def test_sets_with_weights_are_mixed_in_proportion(write):
     epoch = [loader.at(place)[1].problem.split()[0] for place in range(40)]
     assert (epoch.count("one"), epoch.count("two")) == (30, 10)
     used = write({"problem": "one 3", "answer": "2"}, name="used.jsonl")
-    with pytest.raises(BadInput, match=r"data\.train: no row of .*used\.jsonl is left"):
-        training_problems(config(f'[{{path = "{paths["one"]}", weight = 3}}, {{path = "{used}", weight = 1}}]'))
+    for again in (used, paths["one"]):  # a file that is named twice has no rows of its own the second time
+        with pytest.raises(BadInput, match=rf"data\.train: no row of {again} is left"):
+            training_problems(config(f'[{{path = "{paths["one"]}", weight = 3}}, {{path = "{again}", weight = 1}}]'))
+    assert training_problems(config(json.dumps([paths["one"], paths["one"]]))).skipped == {"duplicate": 10}
 
 
 def test_every_recipe_reads_the_published_rows_of_its_training_set(write):
