@@ -6,9 +6,9 @@ import hashlib
 import json
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import datetime
 from functools import partial
 from os.path import commonprefix
@@ -54,12 +54,7 @@ def encode_problems(
     rows: dict[str, ProblemRow] = {}
     for row in problems.rows:
         rows.setdefault(prompt_id(row.identity, row.answer), row)  # the first of duplicates is kept
-    texts = [
-        _chat(tokenizer, row, data, clock, problems.source)
-        if data.prompt_template == "chat"
-        else _fill(data.prompt_template, row)
-        for row in rows.values()
-    ]
+    texts = [_text(tokenizer, row, data, problems.source, clock) for row in rows.values()]
     fitting, skipped = _fitting(rows, texts, tokenizer.encode_all(texts), max_context)
     skipped.update(problems.skipped)
     skipped["duplicate"] += len(problems.rows) - len(rows)
@@ -96,6 +91,11 @@ def check_template(problems: Problems, data: Data) -> None:
             )
 
 
+def _text(tokenizer: Tokenizer, row: ProblemRow, data: Data, source: str, clock: datetime | None = None) -> str:
+    chat = data.prompt_template == "chat"
+    return _chat(tokenizer, row, data, clock, source) if chat else _fill(data.prompt_template, row)
+
+
 def _fill(template: str, row: ProblemRow) -> str:
     """The template with its columns filled in. Not by str.format, because problems and templates contain braces."""
 
@@ -108,39 +108,53 @@ def _fill(template: str, row: ProblemRow) -> str:
     return PLACEHOLDER.sub(value, template)
 
 
-def count_typed_tokens(problems: Problems, tokenizer: Tokenizer, data: Data) -> Counter[str]:
-    """Count the rows whose own text has a special token of the tokenizer (`<|im_end|>`), by the first such token. The
-    prompt has that token, not its letters."""
-    tokens = re.compile("|".join(map(re.escape, sorted(tokenizer.added_tokens(), key=len, reverse=True))) or r"(?!)")
-    template = "" if data.prompt_template == "chat" else data.prompt_template
-    own = Counter(tokens.findall(template))
+def count_typed_tokens(
+    rows: Sequence[ProblemRow], prompts: Sequence[Prompt], tokenizer: Tokenizer, data: Data
+) -> Counter[str]:
+    """Count the prompts of these rows into which their row brings a special token (`<|im_end|>`), by the first such
+    token: they have more of it than the same prompt with a point for each text of the row."""
+
+    def count(ids: Sequence[int]) -> Counter[int]:
+        return Counter(one for one in ids if one in tokenizer.special)
+
+    def neutral(value: Any) -> Any:  # noqa: ANN401
+        if isinstance(value, Mapping):
+            return {key: neutral(inner) for key, inner in value.items()}
+        if isinstance(value, list):
+            return [neutral(inner) for inner in value]
+        word = not isinstance(value, str) or re.fullmatch(r"\w*", value)  # templates ask for roles, kinds and names
+        return value if word and not count(tokenizer.encode(str(value))) else "."
+
     found: Counter[str] = Counter()
-    for row in problems.rows:
-        text = _fill(template, row) if template else "\n".join(str(one.get("content") or "") for one in _messages(row))
-        if typed := Counter(tokens.findall(text)) - own:
-            found[next(iter(typed))] += 1
+    known = {prompt_id(row.identity, row.answer): row for row in reversed(rows)}
+    for prompt in prompts:
+        if typed := count(prompt.token_ids):
+            row = known[prompt.id]
+            messages = tuple(map(neutral, row.messages))
+            plain = replace(row, problem=neutral(row.problem), columns=neutral(row.columns), messages=messages)
+            with suppress(BadInput):  # a template may refuse a point
+                if more := typed - count(tokenizer.encode(_text(tokenizer, plain, data, ""))):
+                    found[tokenizer.special[next(iter(more))]] += 1
     return found
 
 
-def keys_without_effect(problems: Problems, tokenizer: Tokenizer, data: Data) -> set[str]:
-    """Return the keys for the chat template that are set and without which all prompts have the same text."""
-    less: dict[str, dict[str, Any]] = {
-        f"data.{key}": {key: ""} for key in ("system", "instruction") if getattr(data, key)
-    }
-    variables = data.chat_template_kwargs
+def keys_without_effect(rows: Iterable[ProblemRow], tokenizer: Tokenizer, data: Data) -> list[str]:
+    """Return the keys for the chat template that are set, and without which, each alone and all of them together, all
+    prompts have the same text."""
     clock = datetime.now().astimezone()
-    for name in variables:
-        rest = {key: value for key, value in variables.items() if key != name}
-        less[f"data.chat_template_kwargs.{name}"] = {"chat_template_kwargs": rest}
+    variables = data.chat_template_kwargs
+    texts = {f"data.{key}": key for key in ("system", "instruction") if getattr(data, key)}
+    found: list[str] = []
 
-    def texts(data: Data) -> list[str]:
-        return [_chat(tokenizer, row, data, clock, problems.source) for row in problems.rows]
+    def without(*keys: str) -> Data:
+        kept = {name: variables[name] for name in variables if f"data.chat_template_kwargs.{name}" not in keys}
+        return data.model_copy(update={texts[key]: "" for key in texts if key in keys} | {"chat_template_kwargs": kept})
 
-    found = set()
-    for key, change in less.items():
+    for key in [*texts, *(f"data.chat_template_kwargs.{name}" for name in variables)]:
+        same = (data, without(key), without(key, *found))
         with suppress(BadInput):  # a template may need it
-            if texts(data.model_copy(update=change)) == texts(data):
-                found.add(key)
+            if all(len({_chat(tokenizer, row, one, clock, "") for one in same}) == 1 for row in rows):
+                found.append(key)
     return found
 
 

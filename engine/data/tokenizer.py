@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+import re
+import unicodedata
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from os.path import commonprefix
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,15 +31,19 @@ NO_TEXT = ("bos_token", "eos_token", "pad_token")
 """The tokens that are not text of a response, by their names in transformers."""
 SHOWN = 6
 """Most tokens of a reading in a message."""
-ANSWER = "metronome"
-"""A text that no chat template itself contains."""
+ANSWER = "9182736450"
+"""A text that no chat template itself contains, nor changes to upper case."""
+UNKNOWN = "\U0010fffd"
+"""A character that no text has."""
+PATTERN = r'"String":\s*("(?:[^"\\]|\\.)*")'
+"""A text in tokenizer.json that it replaces or splits off, as JSON."""
 SAMPLE = (
     ' Hello world¦If f(x) <= 3; "so" (a, b] is {1/2}:¦50% of #4 & 7_8 ~ $\\frac{1}{2}$ @home.¦  two   three    spaces '
     "¦trailing   ¦a\tb\t\tc¦one\ntwo\n\nthree\n\n\n¦a \n b\r\n¦7 42 365 2024 31415 271828 1234567 1,234.50 x12y3 007"
     "¦I'll we're it's don't I'D WE'VE IT'S DON'T ’tis l’eau¦camelCase HTTPServer snake_case UPPER¦for(i=0;i<n;i++){}"
-    "¦１２３ ④ Ⅷ ½ x² ٣٤ ४२¦e\u0301 é ﬁ Å \u212b ｆｕｌｌ¦naïve Größe Łódź ñ İi ß¦Ελληνικά Русский עברית العربية فارسی"
-    "¦हिन्दी বাংলা தமிழ்¦ไทย ខ្មែរ မြန်မာ ქართული հայերեն አማርኛ¦中文字，数学。漢字かなカナ한국어 中3文a¦∑∫√≤≠∞→ ℝ∈∀ αβγ 𝑥 ½"
-    "¦🎉👩‍👩‍👧 🇩🇪 👍🏽¦a\u00a0b\u2009c\u3000d\u200be\ufeff¦▁ <s> [INST] <|x|> ###"
+    "¦１２３ ٣٤ ४२¦e\u0301 é¦naïve Größe Łódź ñ İi ß¦Ελληνικά Русский עברית العربية فارسی"
+    "¦हिन्दी বাংলা தமிழ்¦ไทย ខ្មែរ မြန်မာ ქართული հայերեն አማርኛ¦中文字，数学。漢字かなカナ한국어 中3文a"
+    "¦🎉👩‍👩‍👧 🇩🇪 👍🏽¦▁ <s> [INST] <|x|> ###"
 )
 """Texts, divided by ¦, on which two readings are compared: scripts, runs of digits, spaces, new lines, contractions."""
 
@@ -159,10 +165,12 @@ class TokenizerFile:
 
     def compare(self, encode: Callable[[str], Sequence[int]], reader: str, tokens: Iterable[str] = ()) -> str:
         """Return a sentence that names the first text that `encode` reads otherwise, and both readings; "" if it reads
-        SAMPLE and each added token as the file does. `reader`: its name. `tokens`: further texts to compare."""
-        added = [text for one in (*self.added_tokens(), *tokens) for text in (one, f"a{one}b", f" {one}\n1")]
-        pieces = [*SAMPLE.split("¦"), *added]
-        for text in (*pieces, "".join(pieces)):
+        SAMPLE, `_characters`, each added token and each text that it replaces or splits off as the file does. `reader`:
+        its name. `tokens`: further texts to compare."""
+        rules = map(json.loads, re.findall(PATTERN, self.for_verifiers.json.decode()))
+        each = [*self.added_tokens(), *tokens, *rules]
+        pieces = [*SAMPLE.split("¦"), *(text for one in each for text in (one, f"a{one}b", f" {one}\n1"))]
+        for text in (*pieces, "".join(pieces), *_characters()):
             ours = self.encode(text)
             theirs = list(encode(text))
             if ours != theirs:
@@ -191,17 +199,24 @@ class Tokenizer(TokenizerFile):
         super().__init__(LoadTokenizer(json=_read_json(model, made), folder=str(model)))
         special = {self._file.token_to_id(text): text for text in made.all_special_tokens}
         special |= {key: one.content for key, one in self._file.get_added_tokens_decoder().items() if one.special}
+        unknown = self.encode(UNKNOWN)
+        self.special: Mapping[int, str] = {key: text for key, text in special.items() if key not in unknown}
+        """The special tokens, their ids with their texts, without the one that stands for what is no token."""
         self.after_a_turn = self._after_a_turn(variables or {})
         """What the chat template writes after an answer; "" if it does not accept a plain chat."""
-        turns = self.turn_ends = [one for one in self.encode(self.after_a_turn) if one in special]
-        """The special tokens in it."""
+        known = {*special, *self.added_tokens().values()}
+        turns = self.turn_ends = [one for one in self.encode(self.after_a_turn) if one in known]
+        """The added tokens in it, special or not."""
         stops = [self.one_token(text, "rollout.stop") for text in stop]
-        ends = turns if prompt_template == "chat" or any(special[one] in prompt_template for one in turns) else []
         texts = made.special_tokens_map
         named = {name: self._file.token_to_id(texts[name]) for name in NO_TEXT if name in texts}
+        marks = {*self.encode(prompt_template)} & {*self.special, *turns} - {*named.values()}
+        self.has_turns = prompt_template == "chat" or bool(marks)
+        """Whether prompts have turns: they are written in the chat template, or have tokens that a template has."""
+        ends = turns if self.has_turns else []
         self.stop_ids = tuple(dict.fromkeys(one for one in (named.get("eos_token"), *ends, *stops) if one is not None))
-        """The ids of the end of sequence, of `stop`, and of the special tokens that end a turn in the chat template, if
-        the prompts are written with it or with such a token."""
+        """The ids of the end of sequence, of `stop`, and of what ends a turn in the chat template, if prompts have
+        turns."""
         of_turns = turns if made.chat_template else set(stops) & special.keys()
         left_out = {*named.values(), *end_of_sequence_ids(model), *of_turns} - {None}
         self.for_verifiers = msgspec.structs.replace(self.for_verifiers, left_out=tuple(sorted(left_out)))
@@ -217,10 +232,10 @@ class Tokenizer(TokenizerFile):
         read = partial(made.encode, add_special_tokens=False, verbose=False)
         return self.compare(read, f"transformers ({type(made).__name__})", made.get_added_vocab())
 
-    def lost_tokens(self, text: str) -> list[str]:
-        """Return the tokens in a text that transformers adds and tokenizer.json does not have."""
-        known = self.added_tokens()
-        return [one for one in self._transformers.get_added_vocab() if one in text and one not in known]
+    def lost_tokens(self, texts: Iterable[str]) -> list[str]:
+        """Return the tokens in texts that transformers adds and tokenizer.json does not have."""
+        lost = self._transformers.get_added_vocab().keys() - self.added_tokens().keys()
+        return sorted({one for text in texts for one in lost if one in text})
 
     def _after_a_turn(self, variables: Mapping[str, Any]) -> str:
         turns = [
@@ -231,6 +246,18 @@ class Tokenizer(TokenizerFile):
                 text = self.render(said, variables, begins_answer=False)
                 return text.rpartition(ANSWER)[2] if ANSWER in text else ""
         return ""
+
+
+@cache
+def _characters() -> list[str]:
+    """Return texts with all characters but letters without case that no normalizer changes."""
+    kinds = ((one, unicodedata.category(one)) for one in map(chr, range(0x30000)))  # ideographs follow
+    kept = [
+        one
+        for one, kind in kinds
+        if kind not in ("Cn", "Co", "Cs") and (kind != "Lo" or not unicodedata.is_normalized("NFKC", one))
+    ]
+    return ["a".join(kept[first : first + 512]) for first in range(0, len(kept), 512)]
 
 
 def _load_transformers(model: Path) -> PreTrainedTokenizerBase:

@@ -253,13 +253,18 @@ def check_content(folder: Path, content: str) -> None:
 def end_of_sequence_ids(model: Path) -> frozenset[int]:
     """Return the end-of-sequence ids in generation_config.json and config.json of a Hugging Face folder.
 
-    Raises BadInput for a damaged file.
+    Raises BadInput for a damaged file, and for an id that is no token of the model.
     """
     found: set[int] = set()
-    for name in ("generation_config.json", "config.json"):
-        if (model / name).is_file():
-            ids = _read_object(model / name).get("eos_token_id")
-            found |= set(ids if isinstance(ids, list) else [] if ids is None else [ids])
+    size: Any = None
+    for path in (model / "config.json", model / "generation_config.json"):
+        given = _read_object(path) if path.is_file() else {}
+        size = given.get("vocab_size", size)
+        ids = given.get("eos_token_id")
+        for one in ids if isinstance(ids, list) else [] if ids is None else [ids]:
+            if type(one) is not int or one < 0 or (isinstance(size, int) and one >= size):
+                raise BadInput(f"{path}: eos_token_id = {ids!r}: {one!r} is no token id; vocab_size is {size}")
+            found.add(one)
     return frozenset(found)
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 from engine.config import Config, Model
@@ -17,7 +18,7 @@ from engine.config.recipe import HOME, check_made, find_file
 from engine.data.named_models import fetch_named, is_named_model
 from engine.data.prepared import Prepared, prepare_problems
 from engine.data.problems import Problems
-from engine.data.prompts import check_template, count_typed_tokens, encode_problems, keys_without_effect
+from engine.data.prompts import count_typed_tokens, encode_problems, keys_without_effect
 from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput
 from engine.evaluation.benchmarks import read_benchmarks, with_evaluation_context
@@ -39,8 +40,6 @@ from tasks.terminal.progress_display import show_progress, since_now
 
 _tried: set[str] = set()
 """The rewards that were called, with their problem."""
-TRIED = 256
-"""Number of rows of a problem set that are encoded before the start; all rows if none of these is a valid prompt."""
 
 
 def check_run_folder(config: Config, resume: bool = False) -> None:
@@ -207,30 +206,27 @@ def _check_encoding(
     _warn_of_template(config, tokenizer)
     evaluated = with_evaluation_context(config).rollout.max_context
     first: Prompt | None = None
-    idle: list[set[str]] = []
     sets = [(each, evaluated) for each in benchmarks]
-    for each, context in ([(problems, config.rollout.max_context)] if problems is not None else []) + sets:
-        encoded = partial(encode_problems, tokenizer=tokenizer, data=config.data, max_context=context)
-        check_template(each, config.data)
+    if problems is not None:
+        sets.insert(0, (problems, config.rollout.max_context))
+    for each, context in sets:
+        typed: Counter[str] = Counter()
         for part in sorted({row.part for row in each.rows}):
             rows = tuple(row for row in each.rows if row.part == part)
-            try:
-                found = encoded(replace(each, rows=rows[:TRIED]))
-            except BadInput:
-                found = encoded(replace(each, rows=rows))
-            first = first or (found.prompts[0] if each is problems else None)
-            if lost := tokenizer.lost_tokens(found.prompts[0].text):
+            prompts = encode_problems(replace(each, rows=rows), tokenizer, data, context).prompts
+            first = first or (prompts[0] if each is problems else None)
+            if lost := tokenizer.lost_tokens(prompt.text for prompt in prompts):
                 raise BadInput(
                     f"model.path {model}: prompts have the special token {lost[0]!r}, which tokenizer_config.json or "
                     "added_tokens.json adds, but tokenizer.json does not have it: add it there, with its id"
                 )
-            idle.append(keys_without_effect(replace(each, rows=rows[:TRIED]), tokenizer, config.data))
-        if typed := count_typed_tokens(each, tokenizer, config.data):
+            typed += count_typed_tokens(rows, prompts, tokenizer, data)
+        if typed:
             _warn(
                 f"{each.source}: {typed.total():,} of {len(each.rows):,} problems contain special tokens of the model, "
                 f"such as {typed.most_common(1)[0][0]!r}, which the model reads as such"
             )
-    for key in sorted(set.intersection(*idle)) if idle else ():
+    for key in keys_without_effect([row for each, _ in sets for row in each.rows], tokenizer, data) if sets else ():
         _warn(f"{key} changes no prompt: the chat template does not read it, or prompts have the same anyway")
     return tokenizer, first
 
@@ -246,23 +242,21 @@ def _try_on_problem(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> Non
 
 
 def _warn_of_template(config: Config, tokenizer: Tokenizer) -> None:
-    """Warn if the tokenizer has a chat template and the prompts neither use it nor have special tokens (the template of
-    the quickstart's model is for clients of `metronome serve`), or if they use it and what ends its turns ends no
-    response."""
-    chosen = config.data.prompt_template
+    """Warn if the tokenizer has a chat template and the prompts have no turns (the template of the quickstart's model
+    is for clients of `metronome serve`), or if they have turns and nothing that is known to end one ends a response."""
+    model = config.model.path
+    after = tokenizer.after_a_turn
+    ends = {*tokenizer.stop_ids, *end_of_sequence_ids(find_file(model))}
     given = tokenizer.chat_template
-    ends = {*tokenizer.stop_ids, *end_of_sequence_ids(find_file(config.model.path))}
-    if chosen == "chat" and given and not ends.intersection(tokenizer.encode(tokenizer.after_a_turn)):
+    if not tokenizer.has_turns and given and given != (HOME / Model().path / "chat_template.jinja").read_text():
         _warn(
-            f"model.path {config.model.path}: its chat template ends an answer with {tokenizer.after_a_turn!r}, of "
-            "which no token ends a response: name one in rollout.stop, or responses go on behind their end"
+            f"model.path {model}: its tokenizer has a chat template, which data.prompt_template = "
+            f'{config.data.prompt_template!r} does not use; for an instruct model set data.prompt_template = "chat"'
         )
-    plain = chosen != "chat" and not any(token in chosen for token in tokenizer.added_tokens())
-    if plain and given and given != (HOME / Model().path / "chat_template.jinja").read_text():
+    if tokenizer.has_turns and not (ends.intersection(tokenizer.encode(after)) if after else config.rollout.stop):
         _warn(
-            f"model.path {config.model.path}: its tokenizer has a chat template, which data.prompt_template = "
-            f"{chosen!r} does not use; "
-            'for an instruct model set data.prompt_template = "chat"'
+            f"model.path {model}: of what its chat template writes after an answer, {after!r}, no token ends a "
+            "response: name the end of a turn in rollout.stop, or responses go on behind it"
         )
 
 

@@ -10,6 +10,9 @@ from tokenizers import Regex, decoders, models, normalizers, pre_tokenizers, tra
 from tokenizers import Tokenizer as Fast
 from transformers import AutoTokenizer
 
+from engine.config.inputs import Data
+from engine.data.problems import ProblemRow, Problems
+from engine.data.prompts import count_typed_tokens, encode_problems
 from engine.data.tokenizer import Tokenizer, TokenizerFile
 from engine.errors import BadInput
 from engine.wire.verifier_messages import LoadTokenizer
@@ -29,10 +32,11 @@ TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 def tagged(tmp_path):
     """A folder with a tokenizer of our own whose tags are special tokens, as a TRL script adds them."""
 
-    def save(end=None, template=QWEN, **named):
+    def save(end=None, template=QWEN, eot=False, **named):
         made = byte_tokenizer(256)
         made.chat_template = template
         made.add_special_tokens({"extra_special_tokens": [*made.extra_special_tokens, *TAGS], **named})
+        made.add_tokens(["<eot>"] if eot else [])  # not special
         made.save_pretrained(tmp_path)
         if end is not None:
             (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": end}))
@@ -226,8 +230,24 @@ def test_a_token_that_only_transformers_adds_is_known(tmp_path, trained):
         save_tokenizer(tmp_path, trained["three digits"], "TokenizersBackend", "llama", added_tokens_decoder=added)
     )
     assert "'<|turn|>'" in tokenizer.compare_transformers()
-    assert tokenizer.lost_tokens("a<|turn|>b<|im_end|>") == ["<|turn|>"]
-    assert tokenizer.lost_tokens("a<|im_end|>") == []
+    assert tokenizer.lost_tokens(["a<|im_end|>", "a<|turn|>b<|im_end|>"]) == ["<|turn|>"]
+    assert tokenizer.lost_tokens(["a<|im_end|>"]) == []
+
+
+@pytest.mark.parametrize("sign", ["×", "÷", "…", "“", "°", "½", "㎏", "ё", "🙂", "千"])
+def test_what_the_file_replaces_is_compared(tmp_path, sign):
+    """千 is no sign, and no normalizer of Unicode changes it: only the file itself tells of it."""
+    Tokenizer(save_tokenizer(tmp_path, byte_tokenizer(256).backend_tokenizer, "TokenizersBackend", "llama"))
+    file = json.loads((tmp_path / "tokenizer.json").read_text())
+    file["normalizer"] = {"type": "Replace", "pattern": {"String": sign}, "content": "*"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(file))
+    told = Tokenizer(tmp_path).compare(byte_tokenizer(256).encode, "another")
+    assert re.match(rf"another reads '{sign}' as .*, tokenizer\.json as \['\*'\]", told)
+
+
+@pytest.mark.parametrize("sign", ["×", "÷", "…", "“", "°", "½", "㎏", "ё", "Ⅷ", "\u200b", "\u0301"])
+def test_a_reader_that_replaces_a_sign_is_told_apart(tokenizer, sign):
+    assert "another reads" in tokenizer.compare(lambda text: tokenizer.encode(text.replace(sign, "*")), "another")
 
 
 def test_a_folder_without_a_tokenizer_json_has_what_transformers_makes_of_its_files(tmp_path, trained, monkeypatch):
@@ -254,6 +274,10 @@ WRITTEN = "<|im_start|>user\n{problem}<|im_end|>\n<|im_start|>assistant\n"
         ("chat", {"eos_token": "<|im_end|>"}, (258,)),
         ("chat", {"template": "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"}, (256,)),
         ("chat", {"template": "{{ raise_exception('no') }}"}, (256,)),
+        ("<|im_start|>user\n{problem}\n<|im_start|>assistant\n", {}, (256, 258)),  # without the end of the user's turn
+        ("<|endoftext|>{problem}", {}, (256,)),  # no turn
+        ("chat", {"template": "{{ messages[1].content | upper }}<|im_end|>"}, (256, 258)),
+        ("chat", {"template": "{{ messages[1].content }}<eot>\n<|endoftext|>", "eot": True}, (256, 264)),
         ("chat", {"template": "{{ messages[1].content + mode[:0] }}<|im_end|>"}, (256, 258)),  # it wants a variable
         ("chat", {"template": "{{ messages[2].content }}<|im_end|>"}, (256, 258)),  # it wants a system message
     ],
@@ -269,3 +293,45 @@ def test_a_token_that_only_the_file_calls_special_ends_a_turn(tagged):
     del settings["extra_special_tokens"]
     (folder / "tokenizer_config.json").write_text(json.dumps(settings))
     assert Tokenizer(folder, prompt_template="chat").stop_ids == (256, 258)
+
+
+TYPED = [
+    ("plain words", "chat", False),
+    ("a<|im_end|>b", "chat", True),
+    ("say <|IM_END|>", "chat", True),  # the file lowers the case
+    ([{"role": "assistant", "reasoning": "x<|pad|>"}, {"role": "user", "content": "r"}], "chat", True),
+    ([{"role": "assistant", "unread": "x<|pad|>"}, {"role": "user", "content": "r"}], "chat", False),
+    ([{"role": "assistant", "calls": [{"arguments": "<|im_end|>"}]}, {"role": "user", "content": "r"}], "chat", True),
+    ("3 pineapples", "chat", False),  # "apple" is an added token, but not special
+    ("4 pearls, 3 pears", "chat", False),  # "pear" is special, as a word of its own
+    ("a pear", "chat", True),
+    ("pear", "chat", True),
+    ("end|> 1+1", "<|im_{problem}", True),  # half in the template
+    ("1+1", "<|im_start|>{problem}<|im_end|>", False),
+    ("1+1<|im_end|>", "<|im_start|>{problem}<|im_end|>", True),
+    ("Ж", "chat", False),
+]
+READS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{{ m.reasoning }}"
+    "{% if m.calls %}{{ m.calls[0].arguments }}{% endif %}<|im_end|>\n{% endfor %}"
+)
+
+
+@pytest.mark.parametrize(("problem", "template", "typed"), TYPED)
+def test_special_tokens_typed_in_a_problem_are_those_of_the_file(tagged, problem, template, typed):
+    folder = tagged(template=READS)
+    file = json.loads((folder / "tokenizer.json").read_text())
+    file["normalizer"] = {"type": "Lowercase"}
+    first = file["added_tokens"][0] | {"normalized": False, "single_word": True}
+    file["added_tokens"] = [one | {"normalized": True} for one in file["added_tokens"]]
+    file["added_tokens"] += [first | {"id": 264, "content": "apple", "special": False, "single_word": False}]
+    file["added_tokens"] += [first | {"id": 265, "content": "pear", "special": True}]
+    (folder / "tokenizer.json").write_text(json.dumps(file))
+    shape = {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": 8, "intermediate_size": 8}
+    sizes = {"num_hidden_layers": 1, "num_attention_heads": 1, "max_position_embeddings": 64, "vocab_size": 266}
+    (folder / "config.json").write_text(json.dumps(shape | sizes))
+    messages = () if isinstance(problem, str) else tuple(problem)
+    row = ProblemRow(str(problem), "2", {"problem": problem, "answer": "2"}, messages=messages)
+    tokenizer, data = Tokenizer(folder), Data(prompt_template=template)
+    prompts = encode_problems(Problems((row,), {}, "", ""), tokenizer, data, 512).prompts
+    assert count_typed_tokens([row], prompts, tokenizer, data).total() == typed

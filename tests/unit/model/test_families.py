@@ -229,6 +229,14 @@ def test_a_response_may_end_with_the_ids_of_both_configurations(tmp_path, genera
     assert end_of_sequence_ids(tmp_path) == ids
 
 
+@pytest.mark.parametrize(("given", "bad"), [("7", "'7'"), (8, "8"), ([7, None], "None"), ([[7]], r"\[7\]"), (-1, "-1")])
+def test_an_end_of_sequence_that_is_no_token_is_named(tmp_path, given, bad):
+    (tmp_path / "config.json").write_text(json.dumps({"eos_token_id": 7, "vocab_size": 8}))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": given}))
+    with pytest.raises(BadInput, match=rf"generation_config\.json: eos_token_id = .*{bad} is no token id; .* is 8"):
+        end_of_sequence_ids(tmp_path)
+
+
 def test_a_damaged_generation_config_is_named(tmp_path):
     (tmp_path / "generation_config.json").write_text('{"eos_token_id": [1,')
     with pytest.raises(BadInput, match=r"generation_config\.json: not valid JSON"):

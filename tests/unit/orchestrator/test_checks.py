@@ -325,7 +325,8 @@ def test_every_row_must_fit_the_template_before_the_start(settings, tmp_path, la
     [
         ("<|user|>{{ messages[0].content }}", "{problem}", True),
         ("<|user|>{{ messages[0].content }}", "chat", False),
-        ("<|user|>{{ messages[0].content }}", "<|endoftext|>{problem}", False),
+        ("<|user|>{{ messages[0].content }}", "<|endoftext|>{problem}", True),
+        ("<|user|>{{ messages[0].content }}<|im_end|>", "<|im_start|>{problem}", False),
         ((HOME / "data/quickstart_model/chat_template.jinja").read_text(), "{problem}", False),
         (None, "{problem}", False),
     ],
@@ -346,6 +347,7 @@ def test_a_chat_template_that_is_not_used_is_warned_of(
 QWEN = (HOME / "data/quickstart_model/chat_template.jinja").read_text()
 USER_ONLY = "{% for m in messages if m.role != 'system' %}{{ m.content }}<|endoftext|>{% endfor %}"
 KINDLY = "{% if kindly %}Please: {% endif %}" + QWEN
+THINKS = "{% if a or b %}Think. {% endif %}" + QWEN
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
 
 
@@ -358,9 +360,14 @@ PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
         (KINDLY, {"data.chat_template_kwargs.kindly": "true"}, []),
         (KINDLY, {"data.chat_template_kwargs.kindly": "false"}, ["data.chat_template_kwargs.kindly changes no prompt"]),
         (KINDLY, {"data.chat_template_kwargs.kindli": "true"}, ["data.chat_template_kwargs.kindli changes no prompt"]),
-        (PLAIN, {}, ["its chat template ends an answer with '\\n', of which no token ends a response"]),
+        (
+            THINKS,
+            {"data.chat_template_kwargs": "{a=true,b=true,c=1}"},
+            [".a changes no prompt", ".c changes no prompt"],
+        ),
+        (PLAIN, {}, ["writes after an answer, '\\n', no token ends a response"]),
         (PLAIN, {"rollout.stop": '["\\n"]'}, []),
-        ("{{ messages[0].content }}", {}, ["its chat template ends an answer with '', of which no token"]),
+        ("{{ messages[0].content }}", {}, ["writes after an answer, '', no token ends"]),
     ],
 )
 def test_what_a_chat_template_leaves_without_effect_is_warned_of(
@@ -370,7 +377,7 @@ def test_what_a_chat_template_leaves_without_effect_is_warned_of(
     (model / "chat_template.jinja").write_text(template)
     check_inputs(config_of(settings | {"model.path": str(model), "data.prompt_template": "chat"} | given))
     shown = " ".join(capsys.readouterr().out.split())
-    for sentence in ("changes no prompt", "ends an answer with"):
+    for sentence in ("changes no prompt", "writes after an answer"):
         assert shown.count(sentence) == sum(sentence in one for one in told)
     assert all(one in shown for one in told)
 
@@ -416,8 +423,11 @@ def test_a_special_token_of_the_prompts_that_tokenizer_json_lacks_is_refused(set
     (model / "tokenizer_config.json").write_text(json.dumps(named))
     given = settings | {"model.path": str(model)}
     check_inputs(config_of(given))
-    with pytest.raises(BadInput, match=r"lost: prompts have the special token '<\|turn\|>'.*tokenizer.json does not"):
-        check_inputs(config_of(given | {"data.prompt_template": "{problem}<|turn|>"}))
+    rows = [{"problem": problem, "answer": "1"} for problem in ("1=", "<|turn|>1=")]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for typed in ({"data.prompt_template": "{problem}<|turn|>"}, {"data.train": str(tmp_path / "rows.jsonl")}):
+        with pytest.raises(BadInput, match=r"lost: prompts have the special token '<\|turn\|>'.*tokenizer.json does"):
+            check_inputs(config_of(given | typed))
 
 
 @pytest.mark.parametrize("file", ["adapter_config.json", "adapter_model.safetensors"])
