@@ -39,7 +39,7 @@ def alive(pid: int) -> bool:
     """Whether the process still runs; one that only waits for its parent to look at it doesn't."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):
         return False
 
 

@@ -55,7 +55,8 @@ def open_policy(case: Case, folder: Path) -> Policy:
     policy = Policy(config_of(case, folder), platform.get_platform("cpu"))
     if min(len(group.responses) for group in make_groups(case.groups)) == 1:  # grpo has no advantage for these
         advantage("reward", least=1)(lambda rewards, lengths: rewards)
-        policy.group_advantages = replace(policy.group_advantages, advantage="reward")
+        rewards = policy.config.algorithm.model_copy(update={"advantage": "reward"})
+        policy.group_advantages = replace(policy.group_advantages, algorithm=rewards)
     for frozen, scale in ((policy.models.old, OLD_SCALE), (policy.models.reference, REFERENCE_SCALE)):
         if frozen is not None:
             frozen.set([weight * scale for weight in frozen.weights])

@@ -40,9 +40,12 @@ def expect(folder: Path, groups: str, temperature: float, loss: str) -> Expected
     ]
     found = Expected(gradients={}, logprobs={}, old={}, loss=0.0, scale=0.0, kl=0.0, entropy=0.0, clipped=0.0)
     total = torch.zeros(())
+    # the loss is a mean over all responses, the figures are means over those with a trained token
+    trained = sum(any(response.loss_mask) for *_, response, _ in rows)
     for index, number, prompt, response, advantage in rows:
         mask = torch.tensor(response.loss_mask, dtype=torch.float32)
         weights = mask / mask.sum().clamp(min=1) / len(rows)
+        shown = weights * len(rows) / trained
         logs, entropy = _score(model, prompt, response.token_ids, temperature)
         before = logs.detach()
         base = logs.detach()
@@ -61,9 +64,9 @@ def expect(folder: Path, groups: str, temperature: float, loss: str) -> Expected
         found.logprobs[index, number] = logs.detach()
         found.old[index, number] = before
         found.scale += float((terms.abs() * weights).sum().detach())
-        found.kl += float((kl * weights).sum().detach())
-        found.entropy += float((entropy * weights).sum().detach())
-        found.clipped += float(((bounded < ratio * advantage) * weights).sum().detach())
+        found.kl += float((kl * shown).sum().detach())
+        found.entropy += float((entropy * shown).sum().detach())
+        found.clipped += float(((bounded < ratio * advantage) * shown).sum().detach())
     total.backward()
     found.loss = float(total.detach())
     found.gradients = dict(_named(model))

@@ -175,8 +175,8 @@ def test_train_says_which_rows_are_left_out(tmp_path, problems):
     command = ["train", "--replay", str(tmp_path / "bad.msgpack"), *(part for one in given for part in ("--set", one))]
     done = CliRunner().invoke(app, command)
     assert done.exit_code == 2
-    assert "5 problems of 4 characters (4-4), 1 held out; skipped 1 × no problem; the answers of " in done.output
-    assert "what follows ####, as in GSM8K (5 rows)" in done.output
+    assert "5 problems of 4 characters (4-4), 1 held out; skipped 1 × no problem; " in done.output
+    assert "rows.jsonl, 5 rows: the answer is what follows ####, as in GSM8K" in done.output
 
 
 @pytest.fixture

@@ -299,8 +299,8 @@ def test_two_processes_that_mirror_the_same_evaluations_leave_each_once(config):
     """The same step twice, with other settings; the table of the second was deleted while MLflow was away."""
     (config.folder / "evaluations").mkdir(parents=True)
     append_line(config.folder / EVALUATION["table"], {"prompt_id": "x", "mean": 0.5})
-    for value, table in ((0.25, "a"), (0.5, "b"), (0.5, "c")):
-        row = EVALUATION | {"avg_at_k": value, "table": f"evaluations/{table}.jsonl"}
+    for second, (value, table) in enumerate(((0.25, "a"), (0.5, "b"), (0.5, "c"))):
+        row = EVALUATION | {"avg_at_k": value, "table": f"evaluations/{table}.jsonl", "ended_s": 1e9 + second}
         add_line(config.folder / "evaluations.jsonl", **row)
     with tracked_run.track_run(config) as run_id:
         for _ in range(2):
