@@ -38,6 +38,13 @@ def name_code(spec: str) -> str:
     return f"{Path(place).name}{colon}{function}" if place.endswith(".py") else spec
 
 
+def name_functions(value: str | Sequence[Mapping[str, Any]]) -> Any:  # noqa: ANN401
+    """`name_code` of a key that names a function, or several in tables."""
+    if isinstance(value, str):
+        return name_code(value)
+    return [{**one, "function": name_code(one["function"])} for one in value]
+
+
 def _weights(sets: str | Sequence[str | Mapping[str, Any]]) -> list[float | None]:
     """The weights of the sets. Their files may lie elsewhere, and their content is compared by itself."""
     given = [sets] if isinstance(sets, str) else sets
@@ -52,7 +59,7 @@ FIXED_CODE = Mark("fixed", name_code, "algorithms")
 PLAN = Mark("plan")
 PLAN_CODE = Mark("plan", name_code, "algorithms")
 CONTENT = Mark("content")
-REWARD_CODE = Mark("content", part="reward")
+REWARD_CODE = Mark("content", name_functions, "reward")
 
 
 OWN = "a function of your own"

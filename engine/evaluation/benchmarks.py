@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from datetime import datetime
 from pathlib import Path
 
 from engine.config import Config
@@ -71,12 +72,16 @@ def with_evaluation_context(config: Config) -> Config:
 
 
 def encode_benchmarks(config: Config, benchmarks: Sequence[Benchmark], tokenizer: Tokenizer) -> list[EncodedBenchmark]:
-    """The benchmarks' prompts, at most `evaluate.problems` of each. A chat template that asks for the time gets the
-    time when the run began: the run of the folder, else the run whose policy the model is. Without either it gets the
-    present."""
+    """The benchmarks' prompts, at most `evaluate.problems` of each. A chat template that asks for the time gets that of
+    `run_clock`, else the present."""
     data = config.data
     context = config.rollout.max_context
     most = config.evaluate.problems or None
-    clock = read_run(config.folder).began_at or read_run(Path(config.model.path).parent).began_at
+    clock = run_clock(config)
     encoded = [(one.name, encode_problems(one.problems, tokenizer, data, context, clock=clock)) for one in benchmarks]
     return [EncodedBenchmark(name, found.prompts[:most], found.skipped) for name, found in encoded]
+
+
+def run_clock(config: Config) -> datetime | None:
+    """When the run of the folder began, else the run whose policy the model is; None without either."""
+    return read_run(config.folder).began_at or read_run(Path(config.model.path).parent).began_at

@@ -74,10 +74,8 @@ def judge_challenge(ours: Results | None, theirs: Results | None, whom: str = "c
     if theirs is None:
         return ChampionVerdict(False, f"the {whom} has no results to compare with")
     if wrong := protocol_differences(ours.protocol, theirs.protocol):
-        # the hash of the problems' ids means nothing to a person
-        counts = len(ours.means), len(theirs.means)
-        problems = f"problems {counts}" if len(set(counts)) == 2 else "problems (the same number of different ones)"
-        named = ", ".join(problems if one.startswith("problems_hash ") else one for one in wrong)
+        problems = f"problems ({len(ours.means)}, {len(theirs.means)})"
+        named = ", ".join(problems if one == "problems" else one for one in wrong)
         return ChampionVerdict(
             False, f"its evaluation can't be compared with the {whom}'s: {named} differ (new, {whom})"
         )

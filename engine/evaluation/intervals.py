@@ -21,21 +21,22 @@ ROUNDING = 1e-6
 """Relative error of a weighted sum of rewards in fp32: 0.7 + 0.2 + 0.1 may be below 1."""
 
 
-class _MajorityAccuracy(TypedDict, total=False):
+class _FurtherAccuracy(TypedDict, total=False):
+    pass_at_k: float
+    pass_ci_low: float
+    pass_ci_high: float
     maj_at_k: float
     maj_ci_low: float
     maj_ci_high: float
 
 
-class Accuracy(_MajorityAccuracy):
-    """Means over problems with the ends of their intervals. maj@k is present only if votes can be counted."""
+class Accuracy(_FurtherAccuracy):
+    """Means over problems with the ends of their intervals. pass@k is present only if a problem has k scores, maj@k
+    only if votes can be counted."""
 
     avg_at_k: float
     ci_low: float
     ci_high: float
-    pass_at_k: float
-    pass_ci_low: float
-    pass_ci_high: float
 
 
 def is_right(score: Score) -> bool:
@@ -47,30 +48,23 @@ def is_right(score: Score) -> bool:
 
 
 def accuracy_figures(
+    k: int,
     values: Sequence[Sequence[float]],
-    majorities: Sequence[float] | None = None,
-    right: Sequence[Sequence[bool]] | None = None,
+    right: Sequence[Sequence[bool]],
+    majorities: Sequence[float] | None,
 ) -> Accuracy:
     """avg@k, pass@k and maj@k over problems, each with its 95 % interval.
 
-    values: the scores of each problem (k per problem). right: whether each response is right; None if those with a
-    score of 1 or more are. majorities: the value of each problem's majority vote (0 … 1, `engine.evaluation.votes`);
-    None if votes cannot be counted, and maj@k is then absent.
+    values: the scores of each problem, at most k; pass@k leaves out problems with fewer. right: whether each response
+    is right. majorities: the value of each problem's majority vote (0 … 1, `engine.evaluation.votes`); None if votes
+    cannot be counted, and maj@k is then absent.
     """
-    samples = max(len(row) for row in values)
-    right = right if right is not None else [[value >= 1.0 for value in row] for row in values]
-    mean, low, high = _figure([statistics.fmean(row) for row in values], samples)
-    passed, pass_low, pass_high = _figure([pass_at(len(row), sum(row), len(row)) for row in right], samples)
-    found: Accuracy = {
-        "avg_at_k": mean,
-        "ci_low": low,
-        "ci_high": high,
-        "pass_at_k": passed,
-        "pass_ci_low": pass_low,
-        "pass_ci_high": pass_high,
-    }
+    mean, low, high = _figure([statistics.fmean(row) for row in values], k)
+    found: Accuracy = {"avg_at_k": mean, "ci_low": low, "ci_high": high}
+    if passed := [float(any(row)) for row in right if len(row) == k]:
+        found["pass_at_k"], found["pass_ci_low"], found["pass_ci_high"] = _figure(passed, k)
     if majorities is not None:
-        found["maj_at_k"], found["maj_ci_low"], found["maj_ci_high"] = _figure(majorities, samples)
+        found["maj_at_k"], found["maj_ci_low"], found["maj_ci_high"] = _figure(majorities, k)
     return found
 
 
@@ -84,12 +78,12 @@ def pass_at(samples: int, correct: int, k: int) -> float:
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
 
 
-def pass_curve(right: Sequence[Sequence[bool]]) -> dict[str, float]:
-    """{"1": pass@1, "2": pass@2, "4": …, k: pass@k}, as means over problems. right: whether each response is right. If
-    all scores are 0 or 1, pass@1 equals avg@k."""
-    samples = min(len(row) for row in right)
-    ks = sorted({2**power for power in range(samples.bit_length()) if 2**power <= samples} | {samples})
-    return {str(k): statistics.fmean(pass_at(len(row), sum(row), k) for row in right) for k in ks}
+def pass_curve(k: int, right: Sequence[Sequence[bool]]) -> dict[str, float]:
+    """{"1": pass@1, "2": pass@2, "4": …, k: pass@k}, as means over the problems with k scores; empty if there is none.
+    right: whether each response is right. If all scores are 0 or 1, and none is missing, pass@1 equals avg@k."""
+    counts = [sum(row) for row in right if len(row) == k]
+    js = sorted({2**power for power in range(k.bit_length())} | {k}) if counts else []
+    return {str(j): statistics.fmean(pass_at(k, correct, j) for correct in counts) for j in js}
 
 
 def mean_interval(values: Sequence[float], samples: int = 1, confidence: float = CONFIDENCE) -> tuple[float, float]:

@@ -74,7 +74,8 @@ def _compute(
     votes: Sequence[Majority] | None,
 ) -> JsonObject:
     """The row of an evaluation. Writes its table."""
-    table = tables.write_table(folder, benchmark.name, subject.version, groups, votes)
+    protocol = tables.evaluation_protocol(config, benchmark.name, [group.prompt for group in groups])
+    table = tables.write_table(folder, (protocol, subject.model, subject.version), groups, votes)
     scores = [score for group in groups for score in group.scores]
     known = [number for number, group in enumerate(groups) if tables.known_values(group)]
     if not known:
@@ -84,25 +85,29 @@ def _compute(
         )
     values = [tables.known_values(groups[number]) for number in known]
     right = [[is_right(score) for score in groups[number].scores if not score.excluded] for number in known]
+    k = config.evaluate.samples
     row: EvaluationRow = {
         "step": subject.version,
         "weight_version": subject.version,
         "benchmark": benchmark.name,
         "model": subject.model,
-        "problems": len(groups),
+        "problems": len(known),
+        "unscored_problems": len(groups) - len(known),
+        "incomplete_problems": sum(len(each) < k for each in right),
         "skipped": dict(benchmark.skipped),
-        "samples": config.evaluate.samples,
-        **accuracy_figures(values, [votes[number].value for number in known] if votes is not None else None, right),
-        "pass_curve": pass_curve(right),
-        "best_at_k_bootstrap": fmean(map(best_of, values)),
+        "samples": k,
+        **accuracy_figures(k, values, right, [votes[number].value for number in known] if votes is not None else None),
+        "pass_curve": pass_curve(k, right),
         **_lengths(groups, config.evaluate.max_new_tokens),
         "reward_timeouts": sum(score.status == "timeout" for score in scores),
         "reward_errors": sum(score.status == "error" for score in scores),
         "reward_excluded": sum(score.excluded for score in scores),
         "partial_scores": sum(value not in (0.0, 1.0) for each in values for value in each),
-        "protocol": tables.evaluation_protocol(config, benchmark.name, [group.prompt for group in groups]),
+        "protocol": protocol,
         "table": str(table.relative_to(folder.path)),
     }
+    if complete := [each for each in values if len(each) == k]:
+        row["best_at_k_bootstrap"] = fmean(map(best_of, complete))
     if votes is not None:
         row["maj_at_k_bootstrap"] = fmean(votes[number].bootstrap for number in known)
     found: JsonObject = {**row, **_metric_means(groups)}

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, TypedDict
 
 from engine.config import Config
-from engine.config.marks import name_code, value_of
+from engine.config.marks import Mark, marked_keys, value_of
 from engine.config.table import keys_in
 from engine.data.prompts import spell_columns
 from engine.errors import BadInput
@@ -22,7 +22,8 @@ from engine.types import Group, JsonObject, Prompt
 
 Protocol = dict[str, Any]
 """How a benchmark is sampled and scored: "benchmark"; "problems_hash", over the prompts' ids and columns;
-"reward_hash", over the code of the reward and the program, or ""; and keys of the config by their dotted names."""
+"prompts_hash", over their tokens, so over template, clock and tokenizer; "reward_hash", over the code of the reward and
+the program, or ""; and keys of the config by their dotted names (of code, without its folder)."""
 
 SEED = "run.seed"
 """The key of the protocol that may differ in two evaluations whose scores are compared."""
@@ -67,6 +68,9 @@ class _Further(TypedDict, total=False):
     maj_at_k_bootstrap: float
     """Present only if votes can be counted."""
 
+    best_at_k_bootstrap: float
+    """Present only if pass@k is."""
+
 
 class EvaluationRow(Accuracy, LengthFigures, _Further):
     """A line of evaluations.jsonl."""
@@ -76,12 +80,17 @@ class EvaluationRow(Accuracy, LengthFigures, _Further):
     benchmark: str
     model: str
     problems: int
+    """Number of problems with a response that has a score: those of avg@k and maj@k."""
+    unscored_problems: int
+    """Number of problems without, which are in no figure."""
+    incomplete_problems: int
+    """Number of those in `problems` that have fewer than k scores, which are not in pass@k, pass_curve and best@k."""
     skipped: dict[str, int]
     samples: int
     pass_curve: dict[str, float]
-    best_at_k_bootstrap: float
     reward_timeouts: int
     reward_errors: int
+    """Numbers of responses whose score has this status, 0 or none."""
     reward_excluded: int
     """Number of responses without a score (reward.on_error, reward.on_timeout = "exclude"), which are in no figure."""
     partial_scores: int
@@ -98,49 +107,46 @@ def kind_of_average(partial_scores: Any) -> str:  # noqa: ANN401
 
 def evaluation_protocol(config: Config, benchmark: str, prompts: Iterable[Prompt]) -> Protocol:
     """How the benchmark's prompts are sampled and scored."""
-    problems = "\n".join(sorted(f"{prompt.id} {spell_columns(prompt)}" for prompt in prompts))
+    each = sorted((prompt.id, spell_columns(prompt), list(prompt.token_ids)) for prompt in prompts)
     values = config.model_dump(mode="json")
     left_out = tuple(f"{name}." for names in NOT_IN_PROTOCOL.values() for name in names.split())
     keys = [key for key in keys_in(Config) if not f"{key}.".startswith(left_out)]
+    code = {key: marks[-1] for key, marks in marked_keys(Config, Mark) if marks[-1].part == "reward"}
     return {
         "benchmark": benchmark,
-        "problems_hash": hashlib.sha256(problems.encode()).hexdigest()[:16],
+        "problems_hash": _hash([one[:2] for one in each]),
+        "prompts_hash": _hash([one[2] for one in each]),
         "reward_hash": code_of(config.folder, config, "reward")["hash"],
-        **{key: _anywhere(value_of(values, key)) for key in keys},
+        **{key: value_of(values, key) for key in keys},
+        **{key: mark.compared(value_of(values, key)) for key, mark in code.items()},
     }
 
 
-def _anywhere(value: Any) -> Any:  # noqa: ANN401
-    """A value that is equal on every machine: files of functions without their folders. `reward_hash` compares them."""
-    if isinstance(value, dict):
-        return {key: _anywhere(one) for key, one in value.items()}
-    if isinstance(value, list):
-        return [_anywhere(one) for one in value]
-    return name_code(value) if isinstance(value, str) else value
+def _hash(value: object) -> str:
+    """16 hex digits over a value of JSON."""
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:16]
 
 
 def protocol_differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> list[str]:
-    """The keys in which two protocols differ, as "evaluate.samples (8, 1)"; empty if they are comparable."""
-    keys = dict.fromkeys((*one, *other))
+    """The keys in which two protocols differ, as "evaluate.samples (8, 1)" or, of a hash, as "problems"; empty if they
+    are comparable."""
     return [
-        f"{key} ({one.get(key)!r}, {other.get(key)!r})"
-        for key in keys
+        key.removesuffix("_hash") if key.endswith("_hash") else f"{key} ({one.get(key)!r}, {other.get(key)!r})"
+        for key in dict.fromkeys((*one, *other))
         if key != SEED and one.get(key) != other.get(key)
     ]
 
 
 def write_table(
-    folder: RunFolder, benchmark: str, version: int, groups: Sequence[Group], votes: Sequence[Majority] | None
+    folder: RunFolder, whose: tuple[Protocol, str, int], groups: Sequence[Group], votes: Sequence[Majority] | None
 ) -> Path:
     """Write one JSON object per problem: the problem, the number of right responses, the majority's answer, and all
-    responses. Return the path, `evaluations/<benchmark>-v<version>-<hash of the content>.jsonl` in the run folder: two
-    evaluations share a table only if all responses and scores are equal."""
+    responses. Return the path, `evaluations/<benchmark>-v<version>-<hash>.jsonl` in the run folder. The hash is over
+    the content and `whose` (protocol, model, weight version): only evaluations that are equal in all share a table."""
     rows = [_row(group, votes[number] if votes is not None else None) for number, group in enumerate(groups)]
-    content = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
-    digest = hashlib.sha256(content.encode()).hexdigest()[:12]
-    path = folder.path / "evaluations" / f"{benchmark[:50]}-v{version:06d}-{digest}.jsonl"
+    path = folder.path / "evaluations" / f"{whose[0]['benchmark'][:50]}-v{whose[2]:06d}-{_hash([whose, rows])}.jsonl"
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(path, content)
+    write_atomically(path, "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
     return path
 
 

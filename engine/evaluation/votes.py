@@ -1,15 +1,16 @@
 r"""maj@k: the value of a majority vote over a problem's sampled answers.
 
 A response votes for the answer that the reward reads in it: the first of `stated_answers` for "math", the text
-after the last "#" for "exact". Votes for answers that the verifier considers equal are counted together. Every right
-response votes for the right answer, in any spelling. A response without an answer abstains, and one without a score is
-left out. If t answers tie at the top and the right one is among them, the value is 1/t, which is the mean over fair
-draws among them.
+after the last "#" for "exact". Votes for answers that a chain of equal ones connects, as the verifier considers them,
+are counted together, so that the order of the responses changes nothing. Every right response votes for the right
+answer, in any spelling. A response without an answer abstains, and one without a score is left out. If t answers tie at
+the top and the right one is among them, the value is 1/t, which is the mean over fair draws among them.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -24,7 +25,8 @@ class Majority:
     """The outcome of one problem's vote."""
 
     answer: str
-    """The answer with the most votes (of tied answers, the first that got a vote); empty if all responses abstained."""
+    """The answer with the most votes, in its most frequent spelling; of tied ones the first in the order of characters;
+    empty if all responses abstained."""
     votes: int
     tied: int
     """Number of answers with that many votes."""
@@ -33,14 +35,6 @@ class Majority:
     bootstrap: float = field(default=0.0, compare=False)
     """Mean value of the majority of the same number of responses, drawn with replacement (engine.evaluation.intervals).
     Responses without an answer count as one wrong answer there, as in verl."""
-
-
-@dataclass
-class _Answer:
-    text: str
-    right: bool
-    votes: int = 1
-    spellings: set[str] = field(default_factory=set)
 
 
 def _stated(text: str) -> str | None:
@@ -67,39 +61,28 @@ async def majority_votes(groups: Sequence[Group], reward: str, verifier: Respons
 
 
 async def _majority(group: Group, reward: str, verifier: ResponseScorer) -> Majority:
-    answers: list[_Answer] = []
+    right: Counter[str] = Counter()
+    wrong: Counter[str] = Counter()
     for response, score in zip(group.responses, group.scores, strict=True):
-        right = is_right(score)
         text = READ[reward](response.text)
-        if score.excluded or (text is None and not right):
-            continue
-        spelled = text if text is not None else group.prompt.answer
-        place = await _find(answers=answers, text=spelled, right=right, reward=reward, verifier=verifier)
-        if place is None:
-            answers.append(_Answer(spelled, right, spellings={spelled}))
-        else:
-            place.votes += 1
-            place.spellings.add(spelled)
+        if is_right(score):
+            right[group.prompt.answer if text is None else text] += 1
+        elif text is not None and not score.excluded:
+            wrong[text] += 1
+    others = await _together(wrong, verifier) if reward == "math" else [Counter({text: wrong[text]}) for text in wrong]
     known = sum(not score.excluded for score in group.scores)
-    return await asyncio.to_thread(_outcome, answers, silent=known - sum(answer.votes for answer in answers))
+    return await asyncio.to_thread(_outcome, right, others, silent=known - right.total() - wrong.total())
 
 
-async def _find(
-    answers: Sequence[_Answer], text: str, right: bool, reward: str, verifier: ResponseScorer
-) -> _Answer | None:
-    """The answer that this vote is for; None if it is new. All right answers are one answer. Wrong answers are compared
-    by text, then by the verifier."""
-    alike = [answer for answer in answers if answer.right == right]
-    if right:
-        return alike[0] if alike else None
-    for answer in alike:
-        if text in answer.spellings:
-            return answer
-    if reward == "math":
-        for answer in alike:
-            if await _equal(answer.text, text, verifier):
-                return answer
-    return None
+async def _together(votes: Counter[str], verifier: ResponseScorer) -> list[Counter[str]]:
+    """The votes for each answer: texts that a chain of equal texts connects are one answer. Equality is not transitive:
+    both 50 and 0.5 equal 50%. So only chains do not depend on the order of the responses."""
+    found: list[Counter[str]] = []
+    for text in sorted(votes):
+        linked = [answer for answer in found if any([await _equal(one, text, verifier) for one in answer])]
+        found = [answer for answer in found if answer not in linked]
+        found.append(sum(linked, Counter({text: votes[text]})))
+    return found
 
 
 async def _equal(gold: str, text: str, verifier: ResponseScorer) -> bool:
@@ -109,17 +92,23 @@ async def _equal(gold: str, text: str, verifier: ResponseScorer) -> bool:
     return score.value >= 1.0
 
 
-def _outcome(answers: Sequence[_Answer], silent: int) -> Majority:
+def _outcome(right: Counter[str], wrong: Sequence[Counter[str]], silent: int) -> Majority:
     """The outcome; `silent`: number of responses that abstained."""
+    answers = sorted(([right] if right else []) + list(wrong), key=lambda votes: (-votes.total(), _spelling(votes)))
     if not answers:
         return Majority("", 0, 0, 0.0)
-    most = max(answer.votes for answer in answers)
-    top = [answer for answer in answers if answer.votes == most]
-    right = next((number for number, answer in enumerate(answers) if answer.right), None)
+    counts = [votes.total() for votes in answers]
+    tied = counts.count(counts[0])
+    place = answers.index(right) if right else None
     return Majority(
-        answer=top[0].text,
-        votes=most,
-        tied=len(top),
-        value=any(answer.right for answer in top) / len(top),
-        bootstrap=majority_of([*(answer.votes for answer in answers), *([silent] if silent else [])], right),
+        answer=_spelling(answers[0]),
+        votes=counts[0],
+        tied=tied,
+        value=1 / tied if place is not None and place < tied else 0.0,
+        bootstrap=majority_of([*counts, *([silent] if silent else [])], place),
     )
+
+
+def _spelling(votes: Counter[str]) -> str:
+    """The most frequent text of an answer, and of several the first in the order of characters."""
+    return min(votes, key=lambda text: (-votes[text], text))

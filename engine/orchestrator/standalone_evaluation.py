@@ -20,6 +20,7 @@ from engine.evaluation.benchmarks import (
     EncodedBenchmark,
     encode_benchmarks,
     read_benchmarks,
+    run_clock,
     with_evaluation_context,
 )
 from engine.evaluation.results import Subject, record_evaluation
@@ -154,6 +155,10 @@ async def _evaluate(
     ):
         service.pool.weights = await asyncio.to_thread(content_hash, model)
         encoded = encode_benchmarks(config, benchmarks, service.tokenizer)
+        timed = config.data.prompt_template == "chat" and "strftime_now" in (service.tokenizer.chat_template or "")
+        if timed and run_clock(config) is None:
+            text = "the chat template writes the present time into prompts; other times' evaluations can't be compared"
+            progress.notices.happened("evaluate", "clock", text)
         if meeting is not None:
             if (proof := _proof_of_weights(config, service, encoded)) is not None:
                 service.pool.check_arrivals(proof.check)

@@ -224,14 +224,10 @@ def _with_tables(folder: Path) -> tuple[list[JsonObject], dict[str, dict[str, fl
 
 def _from_metrics(client: mlflow.MlflowClient, run: Any) -> list[JsonObject]:  # noqa: ANN401
     """`benchmark/figure` metrics as rows of evaluations.jsonl. Their step is the weight version."""
-    names = [name for name in run.data.metrics if "/" in name]
-    benchmarks = dict.fromkeys(name.rpartition("/")[0] for name in names if figure_of(name) == "avg_at_k")
+    named = {name: figure_of(name) for name in run.data.metrics}
     rows: list[JsonObject] = []
-    for benchmark in benchmarks:
-        own = [name for name in names if name.rpartition("/")[0] == benchmark]
-        found = {
-            row["step"]: row | {"benchmark": benchmark, "weight_version": row["step"]}
-            for row in _steps(client, run.info.run_id, own)
-        }
-        rows += [{figure_of(name): value for name, value in row.items()} for row in found.values()]
+    for benchmark in dict.fromkeys(part for part, figure in named.values() if figure == "avg_at_k"):
+        for row in _steps(client, run.info.run_id, [name for name, (part, _) in named.items() if part == benchmark]):
+            figures = {named[name][1]: value for name, value in row.items() if name != "step"}
+            rows.append({"step": row["step"], "benchmark": benchmark, "weight_version": row["step"], **figures})
     return rows

@@ -129,7 +129,7 @@ def describe_lineage(folder: RunFolder, config: Config) -> dict[str, str]:
     if row is not None:
         found |= {
             "benchmark": row["benchmark"],
-            "avg_at_k": f"{row['avg_at_k']:.6f}",
+            f"avg_at_{row['samples']}": f"{row['avg_at_k']:.6f}",
             "interval": f"{row['ci_low']:.6f} to {row['ci_high']:.6f}",
             "protocol": json.dumps(row["protocol"]),
         }

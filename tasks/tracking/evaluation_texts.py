@@ -26,9 +26,8 @@ def accuracy_with_interval(row: Mapping[str, Any]) -> dict[str, str]:
 def _figures(row: Mapping[str, Any]) -> str:
     k = row["samples"]
     figures = [f"avg@{k} {_with_interval(row, 'avg_at_k', '')}"]
-    if "pass_ci_low" in row and k > 1:
-        figures += [f"pass@{k} {_with_interval(row, 'pass_at_k', 'pass_')}"]
-        figures += [f"maj@{k} {_with_interval(row, 'maj_at_k', 'maj_')}"] if "maj_at_k" in row else []
+    for name in ("pass", "maj") if k > 1 else ():
+        figures += [f"{name}@{k} {_with_interval(row, f'{name}_at_k', f'{name}_')}"] if f"{name}_at_k" in row else []
     problems = counted(row["problems"], "problem")
     return f"{', '.join(figures)} on {problems} of {row['benchmark']}{_cut(row)}{_unscored(row)}"
 
@@ -38,14 +37,20 @@ def _cut(row: Mapping[str, Any]) -> str:
     if not row.get("truncated"):
         return ""
     by_context = f", {row['context_cut']} of them by the context" if row["context_cut"] else ""
-    sampled = row["problems"] * row["samples"]
+    sampled = (row["problems"] + row["unscored_problems"]) * row["samples"]
     return f"; {row['truncated']:,} of {counted(sampled, 'response')} cut at the length limit{by_context}"
 
 
 def _unscored(row: Mapping[str, Any]) -> str:
-    """The number of responses that the reward could not score; empty if there are none."""
-    failed = max(row.get("reward_timeouts", 0) + row.get("reward_errors", 0), row.get("reward_excluded", 0))
-    return f"; the reward failed on {counted(failed, 'response')}" if failed else ""
+    """The responses that the reward failed on and the problems that are not in the figures, each kind by itself."""
+    kinds = {
+        "reward_timeouts": ("response", "timed out in the reward"),
+        "reward_errors": ("response", "with an error of the reward"),
+        "reward_excluded": ("response", "without a score, in no figure"),
+        "unscored_problems": ("further problem", "without a score"),
+        "incomplete_problems": ("problem", f"with fewer than {row['samples']} scores, not in pass@k"),
+    }
+    return "".join(f"; {counted(row[name], one)} {why}" for name, (one, why) in kinds.items() if row.get(name))
 
 
 def describe_evaluations(rows: Sequence[Mapping[str, Any]]) -> str:

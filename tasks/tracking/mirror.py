@@ -70,6 +70,8 @@ SAME_AT_ONE = (
 """Figures of an evaluation that repeat avg@k and its interval if each problem has one response."""
 
 
+NOT_BENCHMARKS = ("reward", "system")
+"""What is before the / in metrics of the steps and of the machine."""
 NO_FIGURES = ("weight_version", "protocol", "skipped")
 """Numbers of an evaluation that are not logged as figures. The metrics' step is already the weight version."""
 
@@ -83,15 +85,21 @@ def evaluation_figures(row: Mapping[str, Any]) -> dict[str, float]:
 
 
 def figure_name(row: Mapping[str, Any], name: str) -> str:
-    """The metric's name of a figure of a line of evaluations.jsonl."""
+    """The metric's name of a figure of a line of evaluations.jsonl. What is before its first / is none of
+    `NOT_BENCHMARKS`."""
     own = re.sub(r"^(pass_|maj_)?(?=ci_(low|high)$)", lambda found: f"{found[1] or 'avg_'}at_k_", name)
-    return f"{metric_name(row['benchmark'])}/" + re.sub(r"^(avg|pass|maj|best)_at_k", rf"\1_at_{row['samples']}", own)
+    own = re.sub(r"^(avg|pass|maj|best)_at_k", rf"\1_at_{row['samples']}", own)
+    benchmark = row["benchmark"]
+    return f"{metric_name(f'{benchmark}/' if benchmark in NOT_BENCHMARKS else benchmark)}/{own}"
 
 
-def figure_of(metric: str) -> str:
-    """The figure of a metric that `figure_name` has named."""
-    own = re.sub(r"^(avg|pass|maj|best)_at_\d+", r"\1_at_k", metric.rpartition("/")[2])
-    return re.sub(r"^(?:avg_|(pass_|maj_))at_k_(?=ci_)", r"\1", own)
+def figure_of(metric: str) -> tuple[str, str]:
+    """The benchmark's part and the figure of a metric that `figure_name` has named; two empty texts for any other."""
+    benchmark, _, figure = metric.partition("/")
+    if not figure or benchmark in NOT_BENCHMARKS:
+        return "", ""
+    own = re.sub(r"^(avg|pass|maj|best)_at_\d+", r"\1_at_k", figure)
+    return benchmark, re.sub(r"^(?:avg_|(pass_|maj_))at_k_(?=ci_)", r"\1", own)
 
 
 def metric_name(text: str) -> str:

@@ -29,7 +29,15 @@ FIGURES = {
 """A line of steps.jsonl."""
 EVALUATION = {
     **{"benchmark": "heldout", "model": "base", "protocol": {"samples": 2}, "in_run": True, "seconds": 1.5},
-    **{"problems": 4, "samples": 2, "truncated": 1, "context_cut": 0, "partial_scores": 0, "exposed_s": 0.5},
+    **{
+        "problems": 4,
+        "unscored_problems": 0,
+        "samples": 2,
+        "truncated": 1,
+        "context_cut": 0,
+        "partial_scores": 0,
+        "exposed_s": 0.5,
+    },
     **dict.fromkeys(
         [f"{name}{end}" for name in ("", "pass_", "maj_") for end in ("ci_low", "ci_high")]
         + ["avg_at_k", "pass_at_k", "maj_at_k"],

@@ -23,23 +23,27 @@ from engine.evaluation.intervals import (
 from engine.types import Score
 
 
+def figures(k, values, majorities=None):
+    return accuracy_figures(k, values, [[value >= 1.0 for value in row] for row in values], majorities)
+
+
 def test_wilson_interval_of_a_known_case():
     # 8 of 10: Wilson 95 % interval 0.490 … 0.943 (Brown, Cai and DasGupta 2001, table 1's formula)
-    found = accuracy_figures([[1.0]] * 8 + [[0.0]] * 2)
+    found = figures(1, [[1.0]] * 8 + [[0.0]] * 2)
     assert found["avg_at_k"] == pytest.approx(0.8)
     assert (found["ci_low"], found["ci_high"]) == pytest.approx((0.4902, 0.9433), abs=1e-4)
 
 
 def test_figures_of_a_small_case():
-    found = accuracy_figures([[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]], [0.5, 0.0, 1.0])
+    found = figures(2, [[1.0, 0.0], [0.0, 0.0], [1.0, 1.0]], [0.5, 0.0, 1.0])
     assert found["avg_at_k"] == pytest.approx(0.5)
     assert found["pass_at_k"] == pytest.approx(2 / 3)
     assert found["maj_at_k"] == pytest.approx(0.5)
-    assert "maj_at_k" not in accuracy_figures([[1.0]])
+    assert "maj_at_k" not in figures(1, [[1.0]])
 
 
 def test_rewards_outside_zero_and_one_have_students_interval():
-    found = accuracy_figures([[-0.02], [-0.01], [1.2], [-0.01]])
+    found = figures(1, [[-0.02], [-0.01], [1.2], [-0.01]])
     assert found["avg_at_k"] == pytest.approx(0.29)
     # t(0.975, 3) = 3.18245 (tables); sample standard deviation sqrt(1.1042 / 3)
     assert found["ci_high"] - found["avg_at_k"] == pytest.approx(3.18245 * 0.606685 / 2, rel=1e-5)
@@ -66,10 +70,10 @@ def test_pass_at_k_of_published_form():
 
 @given(st.lists(st.lists(st.sampled_from([0.0, 1.0]), min_size=8, max_size=8), min_size=1, max_size=12))
 def test_pass_curve_rises_from_avg_to_pass(values):
-    curve = pass_curve([[value == 1.0 for value in row] for row in values])
+    curve = pass_curve(8, [[value == 1.0 for value in row] for row in values])
     assert list(curve) == ["1", "2", "4", "8"]
     assert list(curve.values()) == sorted(curve.values())
-    found = accuracy_figures(values)
+    found = figures(8, values)
     assert curve["1"] == pytest.approx(found["avg_at_k"])
     assert curve["8"] == pytest.approx(found["pass_at_k"])
 

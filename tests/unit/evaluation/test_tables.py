@@ -25,22 +25,39 @@ from support.run_folders import EVALUATION, add_line
 
 
 def prompts(*names):
-    return tuple(Prompt(name, "", "", (1,)) for name in names)
+    return tuple(Prompt(name, "", "", tuple(name.encode())) for name in names)
+
+
+def differing(one, config, others):
+    return [key.split()[0] for key in protocol_differences(one, evaluation_protocol(config, "mine", others))]
 
 
 def test_the_same_problems_are_comparable_in_any_order_and_others_are_not():
     one = evaluation_protocol(Config(), "mine", prompts("a", "b", "c"))
-    assert protocol_differences(one, evaluation_protocol(Config(), "mine", prompts("c", "a", "b"))) == []
-    with_column = Prompt("c", "", "", (1,), {"level": 2})
-    for others in (
-        prompts("a", "b"),
-        prompts("a", "b", "d"),
-        prompts("a", "b", "c", "c"),
-        (*prompts("a", "b"), with_column),
-    ):
-        assert [key.split()[0] for key in protocol_differences(one, evaluation_protocol(Config(), "mine", others))] == [
-            "problems_hash"
-        ]
+    assert differing(one, Config(), prompts("c", "a", "b")) == []
+    for others in (prompts("a", "b"), prompts("a", "b", "d"), prompts("a", "b", "c", "c")):
+        assert differing(one, Config(), others) == ["problems", "prompts"]
+    with_column = replace(prompts("c")[0], columns={"level": 2})
+    assert differing(one, Config(), (*prompts("a", "b"), with_column)) == ["problems"]
+    of_another_day = replace(prompts("c")[0], token_ids=(1, 2))  # or template, or tokenizer
+    assert differing(one, Config(), (*prompts("a", "b"), of_another_day)) == ["prompts"]
+
+
+@pytest.mark.parametrize(
+    ("key", "one", "other"),
+    [
+        ("data.system", "/docs/a/rules.py:main", "/docs/b/rules.py:main"),
+        ("data.instruction", "as a/rules.py:main", "as b/rules.py:main"),
+        ("data.prompt_template", "Think. As tests/a.py:\n{problem}", "Be brief. As tests/a.py:\n{problem}"),
+        ("rollout.stop", ["/a/x.py:f"], ["/b/x.py:f"]),
+        ("data.chat_template_kwargs", {"how": "/a/x.py:f"}, {"how": "/b/x.py:f"}),
+    ],
+)
+def test_a_text_that_looks_like_code_is_in_the_protocol_as_it_is(key, one, other):
+    table, name = key.split(".")
+    tree = {"prompt_template": "chat"} if table == "data" and name != "prompt_template" else {}
+    configs = [Config(**{table: {**tree, name: value}}) for value in (one, other)]
+    assert differing(evaluation_protocol(configs[0], "mine", prompts("a")), configs[1], prompts("a")) == [key]
 
 
 def test_a_reward_of_ones_own_is_the_same_in_another_folder_but_not_with_other_code(tmp_path):
@@ -53,7 +70,7 @@ def test_a_reward_of_ones_own_is_the_same_in_another_folder_but_not_with_other_c
         made.append(evaluation_protocol(config, "mine", prompts("a")))
     assert [one["function"] for one in made[0]["reward.functions"]] == ["math", "my.py:reward"]
     assert protocol_differences(made[0], made[1]) == []
-    assert [key.split()[0] for key in protocol_differences(made[0], made[2])] == ["reward_hash"]
+    assert [key.split()[0] for key in protocol_differences(made[0], made[2])] == ["reward"]
     programs = [Config(rollout={"program": f"{tmp_path}/0/my.py:{name}"}) for name in ("one", "two")]
     made = [evaluation_protocol(config, "mine", prompts("a")) for config in programs]
     assert [key.split()[0] for key in protocol_differences(*made)] == ["rollout.program"]
@@ -64,7 +81,7 @@ def test_every_key_is_in_the_protocol_or_has_a_reason_why_not():
     inside = set(evaluation_protocol(Config(), "mine", prompts("a")))
     names = " ".join(NOT_IN_PROTOCOL.values()).split()
     left_out = {key for key in keys if any(f"{key}.".startswith(f"{one}.") for one in names)}
-    assert keys - left_out == inside - {"benchmark", "problems_hash", "reward_hash"}
+    assert keys - left_out == inside - {"benchmark", "problems_hash", "prompts_hash", "reward_hash"}
     assert [name for name in names if not any(f"{key}.".startswith(f"{name}.") for key in keys)] == []
     assert {key for key in inside if key.startswith("rollout.")} == {
         *("rollout.engine", "rollout.max_context", "rollout.stop", "rollout.vllm"),
@@ -119,21 +136,23 @@ def recorded(tmp_path):
     folder = RunFolder(made.folder)
     folder.create(made, resume=False)
 
-    def of(version, lengths=((1, "stop"),), scores=(), sampled=0, **given):
+    def of(version, lengths=((1, "stop"),), scores=(), sampled=0, name="mine", model="m", others=(), **given):
         whole = numbered_group(0)
+        given = {"evaluate": {"samples": len(scores or lengths)}} | given
         config = made.model_copy(update={key: getattr(made, key).model_copy(update=new) for key, new in given.items()})
         responses = tuple(
             replace(whole.responses[0], token_ids=(5,) * count, finish_reason=reason)
             for count, reason in (lengths * len(scores) or lengths)
         )
         group = replace(whole, responses=responses, scores=scores or whole.scores * len(responses))
-        benchmark = EncodedBenchmark("mine", (whole.prompt,), {})
+        groups = [group, *(replace(group, scores=one) for one in others)]
+        benchmark = EncodedBenchmark(name, tuple(group.prompt for group in groups), {})
         row = record_evaluation(
             config=config,
             folder=folder,
-            subject=Subject("m", version),
+            subject=Subject(model, version),
             benchmark=benchmark,
-            groups=[group],
+            groups=groups,
             verifier=None,
             sampled=sampled,
             more={},
@@ -208,6 +227,14 @@ def test_no_evaluation_overwrites_the_table_of_another(recorded):
         assert [problem["mean"] for problem in read_lines(folder.path / row["table"])] == [mean] == [row["avg_at_k"]]
 
 
+@pytest.mark.parametrize(
+    "other", [{"evaluate": {"samples": 1, "temperature": 0.5}}, {"model": "n"}, {"name": "x" * 50 + "-test"}]
+)
+def test_evaluations_with_equal_responses_have_tables_of_their_own(recorded, other):
+    one = {"name": "x" * 50 + "-dev"}
+    assert recorded(0, **one)[0]["table"] != recorded(0, **one | other)[0]["table"]
+
+
 EXCLUDED = Score(0.0, status="error", detail="judge", excluded=True)
 
 
@@ -216,7 +243,8 @@ def test_what_has_no_score_is_counted_and_in_no_figure(recorded):
     row, folder = recorded(0, scores=scores)
     assert row["avg_at_k"] == -0.5
     assert (row["reward_excluded"], row["reward_errors"], row["reward_timeouts"]) == (2, 3, 1)
-    assert row["pass_curve"].keys() == {"1", "2", "4"}
+    assert row["pass_curve"] == {}
+    assert not {"pass_at_k", "best_at_k_bootstrap"} & row.keys()
     (problem,) = read_lines(folder.path / row["table"])
     assert (problem["mean"], problem["samples"]) == (-0.5, 6)
     assert [one["score"] for one in problem["responses"]] == [-1.0, None, -1.0, None, 0.0, 0.0]
@@ -225,6 +253,23 @@ def test_what_has_no_score_is_counted_and_in_no_figure(recorded):
     ):
         recorded(0, scores=(EXCLUDED, EXCLUDED))
     assert len(rows_of(folder)) == 1
+
+
+@pytest.mark.parametrize(
+    ("others", "problems", "unscored", "incomplete", "avg", "curve"),
+    [
+        ([], 1, 0, 0, 0.25, {"1": 0.25, "2": 0.5, "4": 1.0}),
+        ([(EXCLUDED,) * 4], 1, 1, 0, 0.25, {"1": 0.25, "2": 0.5, "4": 1.0}),
+        ([(EXCLUDED, Score(0.0), Score(1.0), Score(1.0))], 2, 0, 1, 11 / 24, {"1": 0.25, "2": 0.5, "4": 1.0}),
+        ([(Score(0.0),) * 4, (EXCLUDED,) * 3 + (Score(1.0),)], 3, 0, 1, 5 / 12, {"1": 0.125, "2": 0.25, "4": 0.5}),
+    ],
+)
+def test_figures_say_over_which_problems_they_are(recorded, others, problems, unscored, incomplete, avg, curve):
+    """pass@k, its curve and best@k are over the problems with k scores, avg@k over those with any."""
+    row, _ = recorded(0, scores=(Score(0.0), Score(0.0), Score(0.0), Score(1.0)), others=others)
+    assert (row["problems"], row["unscored_problems"], row["incomplete_problems"]) == (problems, unscored, incomplete)
+    assert (row["avg_at_k"], row["pass_curve"]) == (pytest.approx(avg), pytest.approx(curve))
+    assert row["pass_at_k"] == pytest.approx(curve["4"])
 
 
 def test_no_evaluation_has_responses_of_other_weights(recorded):

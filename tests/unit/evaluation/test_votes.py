@@ -18,12 +18,18 @@ def response(text):
 
 async def voted(texts, answer, reward="math"):
     """The vote over responses with these texts, scored by the verifier itself."""
+    return (await voted_each([texts], answer, reward))[0]
+
+
+async def voted_each(orders, answer, reward="math"):
     prompt = Prompt("id", "", answer, ())
     async with verifiers(reward) as verifier:
-        scores = await verifier.score(prompt, [response(text) for text in texts])
-        group = Group(step=0, index=0, prompt=prompt, responses=tuple(map(response, texts)), scores=tuple(scores))
-        found = await majority_votes([group], reward, verifier)
-    return found[0]
+        groups = []
+        for texts in orders:
+            responses = tuple(map(response, texts))
+            scores = tuple(await verifier.score(prompt, responses))
+            groups.append(Group(step=0, index=0, prompt=prompt, responses=responses, scores=scores))
+        return await majority_votes(groups, reward, verifier)
 
 
 def boxed(*answers):
@@ -36,6 +42,20 @@ async def test_equal_answers_are_counted_together_however_they_are_spelled():
     assert (found.votes, found.tied, found.value) == (3, 2, 0.5)  # three for 1/2, three for 3, one abstains
     wrong = await voted(boxed("0.25", "\\frac14", "\\frac{2}{8}", "\\frac12", "0.5"), "\\frac12")
     assert (wrong.answer, wrong.votes, wrong.tied, wrong.value) == ("0.25", 3, 1, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("texts", "answer", "reward", "expected"),
+    [
+        # equality is not transitive: 50 and 0.5 both equal 50%, but not each other
+        (boxed("7", "7", "50%", "50", "0.5"), "7", "math", Majority("0.5", 3, 1, 0.0)),
+        (["#5", "#3", "#2"], "2", "exact", Majority("2", 1, 3, pytest.approx(1 / 3))),
+    ],
+)
+async def test_the_order_of_the_responses_changes_no_vote(texts, answer, reward, expected):
+    found = await voted_each([texts, texts[::-1], [*texts[:-2], texts[-1], texts[-2]]], answer, reward)
+    assert found == [expected] * 3
+    assert len({one.bootstrap for one in found}) == 1
 
 
 @pytest.mark.parametrize(
@@ -56,7 +76,7 @@ async def test_right_and_wrong_responses_vote_alike_however_they_state_their_ans
 async def test_a_vote_of_marked_answers():
     assert await voted(["1+1#2", "#2", "#3", "#4"], "2", "exact") == Majority("2", 2, 1, 1.0)
     assert await voted(["#3", "#3", "#2", "#4"], "2", "exact") == Majority("3", 2, 1, 0.0)
-    assert await voted(["#5", "#3", "#2"], "2", "exact") == Majority("5", 1, 3, pytest.approx(1 / 3))
+    assert await voted(["#5", "#3", "#2"], "2", "exact") == Majority("2", 1, 3, pytest.approx(1 / 3))
 
 
 async def test_the_drawn_majority_counts_silence_as_one_wrong_answer():

@@ -17,6 +17,7 @@ from engine.orchestrator.standalone_evaluation import EvaluatedWeights, Evaluati
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.run.progress import Progress
+from engine.run.run_file import update_run
 from engine.types import Score
 from engine.wire.access_token import TOKEN_FILE, authorization_headers
 from engine.wire.address import ADDRESS_FILE
@@ -131,6 +132,34 @@ def test_none_that_joins_is_said_within_its_deadline(world, tiny_model):
     hasty = config.model_copy(update={"rollout": config.rollout.model_copy(update={"wait_s": 0.1, "timeout_s": 0.3})})
     with pytest.raises(ProcessDied, match=r"waited 0\.3 s for the first \(rollout\.timeout_s\); none has joined"):
         evaluate_model(config=hasty, model=tiny_model, weight_version=0, folder=folder, meeting=meeting)
+
+
+@pytest.mark.parametrize(
+    ("template", "began", "said"),
+    [
+        ("{{ strftime_now('%d %b') }}: {{ messages[0].content }}", 0.0, True),
+        ("{{ strftime_now('%d %b') }}: {{ messages[0].content }}", 1.7e9, False),
+        ("{{ messages[0].content }}", 0.0, False),
+    ],
+)
+def test_prompts_of_the_present_time_are_said(world, tiny_model, tmp_path, template, began, said):
+    config, folder, meeting = world
+    model = shutil.copytree(tiny_model, tmp_path / "model")
+    (model / "chat_template.jinja").write_text(template)
+    hasty = config.rollout.model_copy(update={"wait_s": 0.1, "timeout_s": 0.3})
+    data = config.data.model_copy(update={"prompt_template": "chat"})
+    update_run(folder.path, began=began)
+    told = []
+    with pytest.raises(ProcessDied, match="none has joined"):
+        evaluate_model(
+            config=config.model_copy(update={"rollout": hasty, "data": data}),
+            model=model,
+            weight_version=0,
+            folder=folder,
+            meeting=meeting,
+            progress=EvaluationProgress(notices=RunEvents(lambda _, text: told.append(text), trained=False)),
+        )
+    assert any("present time" in text for text in told) == said
 
 
 async def test_an_instance_of_an_evaluation_is_not_started_again_from_a_folder_that_has_changed(

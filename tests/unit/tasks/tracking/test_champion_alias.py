@@ -212,7 +212,7 @@ def test_what_cant_be_compared_leaves_the_champion_with_the_reason(output):
     assert other.reason == f"its evaluation {apart}evaluate.temperature (0.7, 1.0) differ (new, champion)"
     other, _, champion = registered(*finished(output, "other-more", [4] * 7), "other")
     assert (other.wins, champion) == (False, 1)
-    assert other.reason.endswith("with the champion's: problems (7, 6) differ (new, champion)")
+    assert other.reason.endswith("with the champion's: problems (7, 6), prompts differ (new, champion)")
 
     config, folder = finished(output, "other-not-evaluated", [4] * 6)
     folder.evaluations.unlink()
@@ -296,7 +296,7 @@ def test_the_lineage_of_a_policy_names_what_it_was_made_of(output):
     assert tags["config_hash"] == sha256(folder.config.read_bytes()).hexdigest()
     assert (tags["steps"], tags["mode"]) == ("2", "periodic")
     assert tags["run_folder"] == str(output / "night")
-    assert (tags["benchmark"], tags["avg_at_k"]) == ("sums", f"{4 / 12:.6f}")
+    assert (tags["benchmark"], tags[f"avg_at_{SAMPLES}"]) == ("sums", f"{4 / 12:.6f}")
     assert json.loads(tags["protocol"])["evaluate.samples"] == SAMPLES
 
 
