@@ -45,9 +45,10 @@ def is_placeholder(found: re.Match[str]) -> bool:
     return found["name"] == "problem" or not (found["command"] or doubled)
 
 
-def template_columns(template: str) -> list[str]:
+def template_columns(template: str) -> tuple[str, ...]:
     """The columns that a template of `data.prompt_template` reads besides the problem, sorted."""
-    return sorted({found["name"] for found in PLACEHOLDER.finditer(template) if is_placeholder(found)} - {"problem"})
+    names = {found["name"] for found in PLACEHOLDER.finditer(template) if is_placeholder(found)}
+    return tuple(sorted(names - {"problem"}))
 
 
 @dataclass(frozen=True)
@@ -67,15 +68,12 @@ class RowFormat:
     def of(cls, config: Config) -> RowFormat:
         """The format that a run's configuration describes."""
         columns = config.data.columns
-        shown = template_columns(config.data.prompt_template)
-        return cls(columns.problem, columns.answer, config.reward.is_own, tuple(shown))
+        return cls(columns.problem, columns.answer, config.reward.is_own, template_columns(config.data.prompt_template))
 
     def without_missing(self, rows: Sequence[Mapping[str, Any]]) -> RowFormat:
         """The format for a set of these rows. A named column that none of them has is forgotten."""
-        problem, answer = (
-            name if any(has_column(row, name) for row in rows) else "" for name in (self.problem, self.answer)
-        )
-        return replace(self, problem=problem, answer=answer)
+        kept = [name if any(has_column(row, name) for row in rows) else "" for name in (self.problem, self.answer)]
+        return replace(self, problem=kept[0], answer=kept[1])
 
 
 USUAL = RowFormat()

@@ -181,7 +181,7 @@ def check_built_in(functions: Sequence[RewardFunction]) -> None:
     """
     for function in functions:
         for answer, text in _RIGHT.get(function.spec, ()):
-            score = function.call(_prompt(answer), Response.of_text(text))
+            score = function.call(Prompt("", "", answer, ()), Response.of_text(text))
             if score.value != 1.0:
                 raise BadInput(
                     f'the verifier "{function.spec}" scores {text!r} {score.value:g} for the answer {answer!r}; '
@@ -202,9 +202,5 @@ _RIGHT = {
 
 
 def _warm_up(spec: str) -> None:
-    """Call a built-in verifier once, so that it imports and compiles what it needs before the first timed call."""
-    BUILT_IN[spec](_prompt("x + 1"), Response.of_text("\\boxed{1 + x}"))  # a formula, since numbers don't need SymPy
-
-
-def _prompt(answer: str) -> Prompt:
-    return Prompt("", "", answer, ())
+    """Call a built-in verifier once on a formula, so that it imports all it needs before the first timed call."""
+    BUILT_IN[spec](Prompt("", "", "x + 1", ()), Response.of_text("\\boxed{1 + x}"))

@@ -92,17 +92,9 @@ def _chosen_prompts(
 
 
 def _response(tokenizer: Tokenizer, text: str) -> Response:
-    token_ids = tuple(tokenizer.encode(text))
-    return Response(
-        token_ids=token_ids,
-        logprobs=(0.0,) * len(token_ids),
-        versions=((0, 0),),
-        loss_mask=(True,) * len(token_ids),
-        finish_reason="stop",
-        text=text,
-        seed=0,
-        instance="try-reward",
-    )
+    ids = tuple(tokenizer.encode(text))
+    sampled = replace(Response.of_text(text), token_ids=ids, versions=((0, 0),), instance="try-reward")
+    return replace(sampled, logprobs=(0.0,) * len(ids), loss_mask=(True,) * len(ids))
 
 
 def score_first_problem(config: Config, tokenizer: Tokenizer, prompt: Prompt) -> str:

@@ -283,6 +283,9 @@ def test_an_answer_of_messages_is_the_assistants_last(write):
 
 
 def test_columns_are_named_for_any_other_row(write):
+    said = {"messages": [ASKED, {"role": "assistant", "content": "3"}]}
+    named = training_problems(config(write(said | {"gold": None}, said | {"gold": 2}), "data.columns.answer=gold"))
+    assert ([one.answer for one in named.rows], named.skipped) == (["2"], {"no answer": 1})
     row = {"task": {"text": "1+1="}, "gold": 2, "problem": "not this"}
     (prompt,) = encode(config(write(row), "data.columns.problem=task.text", "data.columns.answer=gold")).prompts
     assert (prompt.problem, prompt.answer) == ("1+1=", "2")
@@ -299,6 +302,7 @@ def test_columns_are_named_for_any_other_row(write):
         ({"prompt": [{"role": "user", "content": [{"type": "image"}]}], "answer": "2"}, "problem is an object"),
         ({"prompt": [ASKED]}, r"answer: no answer \(found the columns prompt"),
         ({"prompt": [ASKED], "answer": {"target": 2}}, "answer is an object"),
+        ({"problem": "1+1=", "answer": None, "solution": "It is two."}, "answer: no answer"),
         ({"prompt": [ASKED, CALL], "answer": "2"}, "conversation ends with the assistant .*tool_calls"),
         (
             {"question": [ASKED, THINK], "answer": "2"},
