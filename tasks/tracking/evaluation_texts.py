@@ -27,7 +27,7 @@ def _figures(row: Mapping[str, Any]) -> str:
     k = row["samples"]
     figures = [f"avg@{k} {_with_interval(row, 'avg_at_k', '')}"]
     for name in ("pass", "maj") if k > 1 else ():
-        figures += [f"{name}@{k} {_with_interval(row, f'{name}_at_k', f'{name}_')}"] if f"{name}_at_k" in row else []
+        figures += [f"{name}@{k} {_with_interval(row, f'{name}_at_k', f'{name}_')}"] if f"{name}_ci_low" in row else []
     problems = counted(row["problems"], "problem")
     return f"{', '.join(figures)} on {problems} of {row['benchmark']}{_cut(row)}{_unscored(row)}"
 
