@@ -41,7 +41,8 @@ def without_chat_template(model):
 
 def with_another_vocabulary(model):
     config = json.loads((model / "config.json").read_text())
-    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 40}))
+    (model / "config.json").write_text(json.dumps(config | {"vocab_size": 40, "eos_token_id": 7}))
+    (model / "generation_config.json").unlink()
 
 
 REFUSED = {
