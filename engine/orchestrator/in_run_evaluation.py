@@ -166,7 +166,10 @@ class InRunEvaluation:
             )
 
     async def close(self) -> None:
-        """Stop the verifiers, and drop the evaluations in progress."""
+        """Stop the verifiers, and drop the evaluations in progress but those that are sampled: they are recorded, which
+        may take `reward.timeout_s`."""
+        if sampled := {task for task, one in self._evaluations.items() if one.generated is not None}:
+            await asyncio.wait(sampled, timeout=self._config.reward.timeout_s)
         await self._cut_off_all("when the run ended")
         if self._prepared is not None:
             self._prepared.cancel()

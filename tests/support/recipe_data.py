@@ -103,7 +103,7 @@ def small(recipe, folder, model):
         cut |= {f"{table}.{key}": json.dumps(getattr(type(own)(), key)) for key in own.model_fields_set}
     return with_data(recipe, folder) | cut | {
         "run.name": "small", "run.output": folder, "model.path": model, "model.dtype": "float32",
-        "platform.device": "cpu",
+        "platform.device": "cpu", "rollout.listen": "127.0.0.1:0",
         "rollout.engine": "embedded", "rollout.instances": 1, "rollout.tensor": 1, "rollout.devices": "[]",
         "rollout.concurrency": 2, "rollout.group_size": 2, "rollout.max_context": 480, "rollout.max_new_tokens": 8,
         "rollout.timeout_s": 60, "train.timeout_s": 60, "train.steps": 1, "train.dtype": "float32",
