@@ -24,7 +24,7 @@ class Results:
     """How the responses were sampled and scored (`tables.evaluation_protocol`)."""
     means: Mapping[str, float]
     """Prompt id → mean score."""
-    unscored: int = 0
+    unscored: int
     """Number of responses without a score, which are not in the means. A policy must not win by failing its judge."""
 
     def as_dict(self) -> JsonObject:
@@ -34,10 +34,11 @@ class Results:
     @staticmethod
     def of(stored: object) -> Results:
         """Read the result of `as_dict`. Raises BadInput for anything else."""
-        if not isinstance(stored, dict) or not all(isinstance(stored.get(key), dict) for key in ("protocol", "means")):
-            raise BadInput("the stored results can't be read: expected protocol and means")
+        kinds = {"protocol": dict, "means": dict, "unscored": int}
+        if not isinstance(stored, dict) or not all(isinstance(stored.get(key), kind) for key, kind in kinds.items()):
+            raise BadInput("the stored results can't be read: expected protocol, means and unscored")
         means = {str(key): float(value) for key, value in stored["means"].items()}
-        return Results(stored["protocol"], means, int(stored.get("unscored", 0)))
+        return Results(stored["protocol"], means, stored["unscored"])
 
 
 @dataclass(frozen=True)
