@@ -83,10 +83,10 @@ def test_commands_are_those_of_the_command_line(page):
             assert {known(one.partition("=")[0]) for one in given} <= KEYS, f"{page.name}: {given}"
 
 
-def test_the_readme_lists_every_command():
+def test_the_first_page_lists_every_command():
     from flows.cli import app
 
-    [usage] = [text for _, text in fences(ROOT / "README.md") if "[--resume]" in text]
+    [usage] = [text for _, text in fences(ROOT / "docs/README.md") if "[--resume]" in text]
     assert set(re.findall(r"^metronome ([a-z-]+)", usage, re.MULTILINE)) == set(typer.main.get_command(app).commands)
 
 
