@@ -5,6 +5,7 @@ Each message says what was wrong, where, and what would be right.
 
 from __future__ import annotations
 
+import base64
 import os
 import re
 
@@ -13,8 +14,10 @@ LONGEST_TEXT = 20_000
 SHORTEST_SECRET = 6
 """Length in characters below which the value of a variable is no secret: it may be part of any word."""
 
-_USER_INFO = re.compile(r"(?<=://)[^/?#@:\s]*:(?P<password>[^/?#\s]*)@")
-"""user:password@ of a URI. A password may have an @ of its own, as some write it."""
+_USER_INFO = re.compile(
+    r"(?<=://)[^/?#@:\s]*:(?P<password>[^/?#\s]*)@|(?:(?<=http://)|(?<=https://))(?P<token>[^/?#@:\s]+)@"
+)
+"""user:password@ of a URI, and token@ of a web address. A password may have an @ of its own, as some write it."""
 _QUERY = re.compile(r"(?<=[?&])(password|passwd|token|secret)=[^&#\s'\"]+", re.IGNORECASE)
 """The same among the parameters of a URI."""
 _SECRET = re.compile(r"(?:TOKEN|PASSWORD|PASSWD|KEY|AUTH_STRING|CREDENTIALS?)$|SECRET|PASSPHRASE", re.IGNORECASE)
@@ -66,9 +69,13 @@ def without_password(text: str) -> str:
 
 
 def _secrets() -> list[str]:
-    """The secret values in the environment, the longest first: of secret variables, and passwords in addresses."""
-    found = {value for name, value in os.environ.items() if _SECRET.search(name)}
-    found |= {one["password"] for value in os.environ.values() for one in _USER_INFO.finditer(value)}
+    """The secret values in the environment, the longest first: of secret variables, also as a header has them, and
+    passwords in addresses."""
+    named = {value for name, value in os.environ.items() if _SECRET.search(name)}
+    whole = {value for value in named if ":" in value}  # user:password
+    found = named | {value.partition(":")[2] for value in whole}
+    found |= {base64.b64encode(os.fsencode(value)).decode() for value in whole}
+    found |= {one[one.lastgroup or 0] for value in os.environ.values() for one in _USER_INFO.finditer(value)}
     return sorted((one for one in found if len(one) >= SHORTEST_SECRET), key=len, reverse=True)
 
 

@@ -91,7 +91,8 @@ def read_shape(folder: Path, weights: bool = True) -> ModelShape:
     """Read `config.json` of a Hugging Face folder. Raises BadInput if it is not such a folder, or the model is not
     supported.
 
-    With `weights=False` the folder need not contain weights (for a dry run).
+    With `weights=False` the folder need not contain weights (for a dry run). A file of the folder that is a link out of
+    it is refused: export, MLflow and S3 would get a copy of what it leads to.
     """
     path = folder / "config.json"
     if adapter := next((file.name for file in sorted(folder.glob("adapter_*"))), None):
@@ -105,6 +106,7 @@ def read_shape(folder: Path, weights: bool = True) -> ModelShape:
             "tokenizer files and *.safetensors, here or on s3://, or owner/name on the hub (where no folder `owner` is "
             "here)"
         )
+    _check_links(folder)
     config = _read_object(path)
     architecture = (config.get("architectures") or ["none"])[0]
     if architecture not in SUPPORTED:
@@ -227,6 +229,19 @@ def _check_sizes(path: Path, shape: ModelShape) -> ModelShape:
             "it is not supported, only two or more experts per token"
         )
     return shape
+
+
+def _check_links(folder: Path) -> None:
+    """Raise BadInput for a link out of the folder. In the hub's cache the files of a snapshot are links to those of the
+    same repository."""
+    root = folder.resolve()
+    inside = root.parents[1] if root.parent.name == "snapshots" else root
+    for path in root.rglob("*"):
+        if path.is_symlink() and not path.resolve().is_relative_to(inside):
+            raise BadInput(
+                f"model.path {folder}: {path.relative_to(root)} is a link out of this folder, to "
+                f"{path.readlink()}: put the file itself there"
+            )
 
 
 def content_hash(folder: Path) -> str:

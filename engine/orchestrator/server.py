@@ -43,7 +43,7 @@ from engine.wire.access_token import (
 from engine.wire.access_token import VARIABLE as TOKEN
 from engine.wire.address import ADDRESS_FILE, bracket_host, reachable_host, split_address
 from engine.wire.certificate import CERTIFICATE, Certificate
-from engine.wire.connections import SERVER_LOG, HeaderLimit, log_loop_error
+from engine.wire.connections import HeaderLimit
 from engine.wire.messages import (
     CONTENT_TYPE,
     MOST_BYTES,
@@ -130,18 +130,7 @@ class Server:
         of the rendezvous. Raises BadInput if the server can't listen on an address.
         """
         host, _ = listen_address(self._config.rollout.listen)
-        runner = web.AppRunner(
-            self._application(),
-            access_log=None,
-            logger=SERVER_LOG,
-            shutdown_timeout=0.1,
-            keepalive_timeout=KEEP_ALIVE_S,
-            auto_decompress=False,
-        )
-        await runner.setup()
-        assert runner.server is not None, "runner.setup() makes it"
-        self._limit.watch(runner.server)
-        asyncio.get_running_loop().set_exception_handler(log_loop_error)
+        runner = await self._limit.run(self._application(), keepalive_timeout=KEEP_ALIVE_S, auto_decompress=False)
         servers = [await self._listen(runner, self._config.rollout.listen, "rollout.listen", None)]
         port = servers[0].sockets[0].getsockname()[1]
         address = f"{bracket_host(reachable_host(host))}:{port}"

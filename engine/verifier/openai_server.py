@@ -8,6 +8,7 @@ import contextlib
 import json
 import re
 import secrets
+import socket
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Annotated, Any, Protocol
@@ -17,10 +18,12 @@ from aiohttp import web
 
 from engine.errors import BadInput, OutOfRoom
 from engine.wire.access_token import is_authorized, refuse_source
-from engine.wire.connections import SERVER_LOG
+from engine.wire.connections import HeaderLimit
 
 MAX_BODY = 16 * 2**20
 """Largest body of a request in bytes."""
+MOST_SILENT = 16
+"""Largest number of a conversation's connections without a request. All conversations share a process's files."""
 ONLY: Mapping[str, tuple[object, ...]] = {
     "n": (1,),
     "logprobs": (False,),
@@ -95,10 +98,10 @@ async def serve_conversation(chat: Conversation) -> AsyncIterator[tuple[str, str
     server = _ConversationServer(chat)
     app = web.Application(middlewares=[server.guard], client_max_size=MAX_BODY)
     app.router.add_post("/v1/chat/completions", server.complete)
-    runner = web.AppRunner(app, access_log=None, logger=SERVER_LOG, shutdown_timeout=0.1, auto_decompress=False)
-    await runner.setup()
+    runner = await server.limit.run(app, auto_decompress=False)
     try:
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        site = web.SockSite(runner, socket.create_server(("127.0.0.1", 0)))
+        await site.start()
         yield f"http://127.0.0.1:{runner.addresses[0][1]}/v1", server.key
     except Exception as error:
         if server.out_of_room is not None:  # whatever the agent has made of the refusal
@@ -115,6 +118,7 @@ class _ConversationServer:
 
     def __init__(self, chat: Conversation) -> None:
         self.key = secrets.token_hex(32)
+        self.limit = HeaderLimit(most=MOST_SILENT)
         self.out_of_room: OutOfRoom | None = None
         self._chat = chat
         self._said: list[dict[str, Any]] = []
@@ -132,6 +136,7 @@ class _ConversationServer:
     @web.middleware
     async def guard(self, request: web.Request, handler: Any) -> web.StreamResponse:  # noqa: ANN401
         """Refuse strangers before the body is read."""
+        self.limit.stop(request.transport)
         refused = refuse_source(request.headers)
         given = request.headers.getall("Authorization", [])
         if refused is None and not (len(given) == 1 and is_authorized(given[0], self.key)):

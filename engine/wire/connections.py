@@ -1,4 +1,4 @@
-"""What HTTP servers do about strangers: a time limit for the headers of a request, and nothing of theirs in the log."""
+"""What HTTP servers do about strangers: limits for connections without a request, and nothing of theirs in the log."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ from engine.run.logs import log_error
 
 HEADERS_S = 10.0
 """Seconds that a client has to send a request's headers."""
+MOST_SILENT = 1024
+"""Largest number of a server's connections on which no request has arrived yet."""
 
 SERVER_LOG = logging.getLogger("metronome.server")
 """The logger of aiohttp's servers. It drops tracebacks of requests that are not HTTP: anybody can send one."""
@@ -28,15 +30,19 @@ def log_loop_error(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> 
 
 
 class HeaderLimit:
-    """Closes a server's connections whose client does not send the headers of a request in time."""
+    """Closes a server's connections whose client does not send the headers of a request in time, the oldest of them
+    earlier where there are too many. Other connections then always find a free file descriptor."""
 
-    def __init__(self, seconds: float = HEADERS_S) -> None:
+    def __init__(self, seconds: float = HEADERS_S, most: int = MOST_SILENT) -> None:
         self._seconds = seconds
+        self._most = most
         self._timers: dict[asyncio.BaseTransport, asyncio.TimerHandle] = {}
 
     def expect(self, transport: asyncio.Transport) -> None:
         """Start the time limit of the connection's next request."""
         self.stop(transport)
+        if len(self._timers) >= self._most:
+            self._close(next(iter(self._timers)))
         self._timers[transport] = asyncio.get_running_loop().call_later(self._seconds, self._close, transport)
 
     def stop(self, transport: asyncio.BaseTransport | None) -> None:
@@ -44,12 +50,17 @@ class HeaderLimit:
         if transport is not None and (timer := self._timers.pop(transport, None)):
             timer.cancel()
 
-    def _close(self, transport: asyncio.Transport) -> None:
+    def _close(self, transport: asyncio.BaseTransport) -> None:
         self.stop(transport)
-        transport.abort()
+        transport.abort()  # type: ignore[attr-defined]  # of sockets
 
-    def watch(self, server: web.Server) -> None:
-        """Expect the headers of each new connection of aiohttp's server. Its application calls `stop`."""
+    async def run(self, app: web.Application, **options: Any) -> web.AppRunner:  # noqa: ANN401
+        """Set up aiohttp's server of an application that calls `stop` at each request. `options`: of the runner, which
+        the caller cleans up."""
+        runner = web.AppRunner(app, access_log=None, logger=SERVER_LOG, shutdown_timeout=0.1, **options)
+        await runner.setup()
+        server = runner.server
+        assert server is not None, "runner.setup() makes it"
         made = server.connection_made
 
         def connection_made(handler: web.RequestHandler, transport: asyncio.Transport) -> None:
@@ -57,3 +68,5 @@ class HeaderLimit:
             self.expect(transport)
 
         server.connection_made = connection_made  # type: ignore[method-assign]
+        asyncio.get_running_loop().set_exception_handler(log_loop_error)
+        return runner

@@ -132,6 +132,7 @@ def main() -> int:
 
 def _serve(folder: Path, prefect: int, mlflow: int, asked: threading.Event) -> None:
     print("starting ...", flush=True)
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
     auth = f"metronome:{secrets.token_hex(24)}"
     servers = [prefect_server(folder, prefect, auth), mlflow_server(folder, mlflow)]
     environment = client_environment(folder, prefect, auth)

@@ -6,7 +6,6 @@ delete that.
 
 from __future__ import annotations
 
-import re
 import shutil
 import time
 import tomllib
@@ -25,7 +24,7 @@ from engine.run.folder import RunFolder
 from engine.run.lock import check_not_held, hold_lock
 from engine.run.progress import folder_size, format_size
 from engine.run.run_file import FILE, read_run
-from engine.run.served_model import EXPORTED, IN_USE, MODELS, use_lock
+from engine.run.served_model import EXPORTED, FETCH, IN_USE, MODELS, REGISTERED, use_lock
 from engine.run.trace import cut_spans
 from engine.wire import record
 from tasks.commands.compare import align_columns
@@ -35,8 +34,6 @@ from tasks.terminal.console import print_error
 PLACES = ("", "checkpoints", EXPORTED, "evaluations", "logs", "responses", "trace")
 """Folders of a run folder in which a killed process may leave something half written."""
 
-DOWNLOAD = re.compile(r"\.fetch-.*|[^.].*-\d+")
-"""Names of policies from the registry (tasks.tracking.registered_policies). Models of other names are the user's."""
 YOUNG_S = 3600.0
 """What changed so few seconds ago may be in use."""
 
@@ -171,7 +168,7 @@ def _folder(folder: RunFolder) -> Removable:
     def remove() -> None:
         for path in folder.path.iterdir():
             if path != folder.config:
-                shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
+                _delete(path)
         folder.config.unlink()  # last: with it the folder is still a run folder, and the command can be repeated
         folder.path.rmdir()
 
@@ -275,17 +272,19 @@ def _together(place: Path, paths: Sequence[Path], why: str) -> Iterator[Removabl
 
     def remove() -> None:
         for path in paths:
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            _delete(path)
 
     if paths:
-        size = sum(folder_size(path) if path.is_dir() else path.stat().st_size for path in paths)
+        size = sum(folder_size(path) if _is_folder(path) else path.lstat().st_size for path in paths)
         yield Removable(place, f"{len(paths)} {why}" if len(paths) > 1 else why, size, remove)
 
 
 def _downloads(output: Path, models: Sequence[Path]) -> Iterator[Removable]:
-    """The policies that were fetched from the registry, and from which no run in `output` started."""
+    """The policies that were fetched from the registry, and from which no run in `output` started. Other models there
+    are the user's."""
     for path in sorted((output / MODELS).glob("*")):
-        if not DOWNLOAD.fullmatch(path.name) or not _is_old(path) or _is_model(path, models):
+        ours = path.name.startswith(FETCH) or (path / REGISTERED).is_file()
+        if not ours or not _is_old(path) or _is_model(path, models):
             continue
         if _is_free(f"model {path}", [use_lock(path)]):
             yield from _together(path, [path], "download from the registry that is no run's model.path here")
@@ -309,4 +308,13 @@ def _is_model(path: Path, models: Sequence[Path]) -> bool:
 
 
 def _is_old(path: Path) -> bool:
-    return time.time() - path.stat().st_mtime > YOUNG_S
+    return time.time() - path.lstat().st_mtime > YOUNG_S
+
+
+def _is_folder(path: Path) -> bool:
+    return path.is_dir() and not path.is_symlink()
+
+
+def _delete(path: Path) -> None:
+    """Delete a file or a folder; of a link, not what it leads to."""
+    shutil.rmtree(path) if _is_folder(path) else path.unlink()

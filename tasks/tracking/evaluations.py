@@ -55,13 +55,14 @@ class InRun:
 
     def __init__(self, folder: RunFolder) -> None:
         self._folder = folder
-        self._told = len(rows_of(folder))
+        self._told = max((row["ended_s"] for row in rows_of(folder)), default=0.0)
+        """Time (`ended_s`) of the newest evaluation that was printed: their number falls when some are cut."""
         self._told_dropped = len(list(read_lines(dropped_file(folder))))
 
     def __call__(self) -> None:
         """Read the run folder and print what is new."""
-        rows = rows_of(self._folder)
-        for row in rows[self._told :]:
+        rows = [row for row in rows_of(self._folder) if row["ended_s"] > self._told]
+        for row in rows:
             if row.get("in_run"):
                 say(
                     "evaluate",
@@ -74,5 +75,5 @@ class InRun:
                 "evaluate",
                 f"version {row['weight_version']} dropped: {row['reason']}; training waited {row['exposed_s']:.1f} s",
             )
-        self._told = len(rows)
+        self._told = max([self._told, *(row["ended_s"] for row in rows)])
         self._told_dropped = len(lost)

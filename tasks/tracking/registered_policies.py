@@ -18,6 +18,7 @@ from engine.errors import BadInput
 from engine.model.shape import read_shape
 from engine.run.folder import CONFIG, RunFolder
 from engine.run.run_file import ContinueFrom, RunStart, read_run
+from engine.run.served_model import FETCH, MODELS, REGISTERED
 from tasks.terminal.console import named_deployment, say
 from tasks.terminal.progress_display import fetched, show_progress
 from tasks.tracking.mirror import clean_name
@@ -182,14 +183,15 @@ def _version(config: Config, name: str, which: str) -> ModelVersion | None:
 
 def _fetched(config: Config, version: ModelVersion) -> Path:
     """The policy's folder under `run.output`, downloaded once. It is complete or absent."""
-    folder = Path(config.run.output).resolve() / "models" / f"{version.name}-{version.version}"
+    folder = Path(config.run.output).resolve() / MODELS / f"{version.name}-{version.version}"
     if not folder.exists():
         folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".fetch-") as scratch:
+        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=FETCH) as scratch:
             with show_progress("start", fetched(f"{version.name} version {version.version}", Path(scratch))):
-                got = _downloaded(config, version, scratch)
+                got = Path(_downloaded(config, version, scratch))
+            (got / REGISTERED).write_text(f"{REGISTRY}{version.name}/{version.version}\n")
             try:
-                Path(got).rename(folder)
+                got.rename(folder)
             except OSError:
                 if not folder.exists():  # else another flow has fetched it meanwhile
                     raise

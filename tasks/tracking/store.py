@@ -58,6 +58,7 @@ def _create(file: Path) -> None:
     partial.unlink(missing_ok=True)  # sqlite itself drops the journal of an absent file
     store = SqlAlchemyStore(f"{SCHEME}{partial}", DEFAULT_LOCAL_FILE_AND_ARTIFACT_PATH)
     store.engine.dispose()
+    partial.chmod(0o600)
     partial.rename(file)
     sync_folder(file.parent)
 

@@ -339,6 +339,8 @@ def _experiment(config: Config) -> str:
     found = mlflow.get_experiment_by_name(config.tracking.experiment)
     if found is not None:
         return str(found.experiment_id)
+    place = Path(config.run.output).resolve() / "mlartifacts"
     ours = tracking_uri(config).startswith("sqlite:")
-    artifacts = (Path(config.run.output).resolve() / "mlartifacts").as_uri() if ours else None
-    return str(mlflow.create_experiment(config.tracking.experiment, artifact_location=artifacts))
+    if ours:
+        place.mkdir(mode=0o700, parents=True, exist_ok=True)  # as run folders: it has copies of what is in them
+    return str(mlflow.create_experiment(config.tracking.experiment, artifact_location=place.as_uri() if ours else None))

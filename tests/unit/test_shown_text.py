@@ -1,6 +1,7 @@
 """Texts of models, users and libraries are data: no terminal, log or page obeys them, and no line has a secret."""
 
 import json
+from base64 import b64encode
 
 import pytest
 
@@ -10,6 +11,7 @@ from engine.run.user_code import UserCode, describe_error
 from tasks.terminal import console
 
 SECRET = "hunter2-of-the-cluster"
+BASIC = b64encode(f"me:{SECRET}-of-prefect".encode()).decode()
 EVIL = "\x1b[2J\x1b]0;owned\x07a\r\x9bb\u202ec\u2028d\ud800"
 SHOWN = r"\x1b[2J\x1b]0;owned\x07a\r\x9bb\u202ec\u2028d\ud800"
 FORGED = "wrong\nregister     version 7 is now champion"
@@ -18,6 +20,8 @@ FORGED = "wrong\nregister     version 7 is now champion"
 @pytest.fixture
 def secrets(monkeypatch):
     monkeypatch.setenv("METRONOME_TOKEN", SECRET)
+    monkeypatch.setenv("PREFECT_API_AUTH_STRING", f"me:{SECRET}-of-prefect")
+    monkeypatch.setenv("MIRROR", f"https://{SECRET}-of-the-index@index/simple")
     monkeypatch.setenv("MLFLOW_TRACKING_PASSWORD", f"{SECRET}-of-mlflow")
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", f"{SECRET}-of-aws")
     monkeypatch.setenv("A_DATABASE", f"postgresql://me:{SECRET}-of-it@db/x")
@@ -58,7 +62,11 @@ def test_an_error_of_users_code_is_one_line():
 
 
 @pytest.mark.parametrize(
-    "what", ["http://ci:{}@127.0.0.1:1/x", "token {} refused", "{}-of-mlflow", "{}-of-aws {}-of-it"]
+    "what",
+    [
+        *("http://ci:{}@127.0.0.1:1/x", "https://{}@127.0.0.1:1/x", "token {} refused", "{}-of-mlflow"),
+        *("{}-of-aws {}-of-it", "{}-of-prefect {}-of-the-index", "Authorization: Basic " + BASIC),
+    ],
 )
 def test_no_line_has_a_secret(show, secrets, tmp_path, what):
     text = f"the API says: {what.format(*[SECRET] * 3)}, see someone@example.org"
@@ -67,6 +75,7 @@ def test_no_line_has_a_secret(show, secrets, tmp_path, what):
     folder.write_failure(MetronomeError(text))
     found += folder.failure.read_text() + str(BadInput(text))
     assert SECRET not in found
+    assert BASIC not in found
     assert "-of-" not in found
     assert found.count("the API says: ") == found.count(", see someone@example.org") == 6
 

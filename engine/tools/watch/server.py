@@ -18,7 +18,7 @@ from engine.tools.watch.run_view import RunView
 from engine.types import JsonObject
 from engine.wire.access_token import access_token, check_address, is_authorized, is_loopback, refuse_source
 from engine.wire.address import bracket_host
-from engine.wire.connections import SERVER_LOG, HeaderLimit, log_loop_error
+from engine.wire.connections import HeaderLimit
 
 HEADERS = {
     "Cache-Control": "no-store",
@@ -155,15 +155,11 @@ def serve_page(folder: Path, host: str, port: int, say: Callable[[str], None]) -
 
 
 async def _serve(page: WatchServer, host: str, port: int, say: Callable[[str], None]) -> None:
-    runner = web.AppRunner(page.application(), access_log=None, logger=SERVER_LOG, shutdown_timeout=0.1)
-    await runner.setup()
-    assert runner.server is not None, "runner.setup() makes it"
-    page.limit.watch(runner.server)
-    loop = asyncio.get_running_loop()
-    loop.set_exception_handler(log_loop_error)
+    runner = await page.limit.run(page.application())
+    assert runner.server is not None, "it is set up"
     try:
         try:
-            server = await loop.create_server(runner.server, host, port)
+            server = await asyncio.get_running_loop().create_server(runner.server, host, port)
         except OSError as error:
             reason = os.strerror(error.errno) if error.errno is not None else str(error)
             raise BadInput(f"--port {port}: {reason}; give another one, 0 takes any that is free") from None

@@ -25,6 +25,7 @@ SECRET = "hunter2"
         ("data.heldout", f"https://host/path?passwd={SECRET}", "in the environment"),
         ("data.train", f"https://user:{SECRET}@host/problems.jsonl", "in the environment"),
         ("data.decontaminate", f'["benchmark", "https://user:{SECRET}@host/x.jsonl"]', "in the environment"),
+        ("data.train", f"https://{SECRET}@host/problems.jsonl", "in the environment"),
         ("evaluate.benchmark", f"aime24,https://user:{SECRET}@host/x.jsonl", "in the environment"),
     ],
 )
@@ -41,7 +42,8 @@ def test_a_password_in_an_address_is_refused_with_what_to_use_instead_and_not_re
         "",
         "sqlite:////runs/mlflow.db",
         "http://127.0.0.1:5000",
-        "https://user@host/x",
+        "postgresql://user@host/x",
+        "ssh://git@host/x",
         "s3://bucket/a@b:c",
         "owner/name:split",
         "file.py:function",

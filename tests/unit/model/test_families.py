@@ -197,6 +197,23 @@ def test_pickled_weights_are_refused(tmp_path):
         read_shape(tmp_path)
 
 
+def test_a_link_out_of_a_model_folder_is_not_followed(tmp_path):
+    """The files of a snapshot in the hub's cache lead to the repository's blobs."""
+    (tmp_path / "id_rsa").write_text("secret")
+    snapshot = tmp_path / "hub/models--a--b/snapshots/0123"
+    blobs = tmp_path / "hub/models--a--b/blobs"
+    for folder in (snapshot, blobs):
+        folder.mkdir(parents=True)
+    shape_of(blobs, LLAMA)
+    for name in ("config.json", "model.safetensors"):
+        (snapshot / name).symlink_to(f"../../blobs/{name}")
+    (tmp_path / "model").symlink_to(snapshot)
+    assert read_shape(tmp_path / "model") == read_shape(blobs)
+    (snapshot / "NOTICE.txt").symlink_to(tmp_path / "id_rsa")
+    with pytest.raises(BadInput, match=r"model: NOTICE.txt is a link out of this folder, to .*id_rsa: put the file"):
+        read_shape(tmp_path / "model")
+
+
 def test_every_supported_architecture_has_a_family(tmp_path):
     assert set(SUPPORTED) == set(FAMILIES)
     tied = shape_of(tmp_path, LLAMA)

@@ -19,8 +19,9 @@ from engine.instance.protocol import RequestLimits
 from engine.orchestrator import server as orchestrator_server
 from engine.orchestrator.server import Server as OrchestratorServer
 from engine.tools.watch.server import WatchServer
+from engine.verifier import openai_server
 from engine.verifier.openai_server import serve_conversation
-from engine.wire.connections import SERVER_LOG, HeaderLimit, log_loop_error
+from engine.wire.connections import HeaderLimit, log_loop_error
 from engine.wire.messages import PROTOCOL
 
 HEADERS_S = 0.5
@@ -60,8 +61,8 @@ async def orchestrator(folder):
 
 @contextlib.asynccontextmanager
 async def page(folder):
-    runner = web.AppRunner(WatchServer(folder, "127.0.0.1").application(), access_log=None, logger=SERVER_LOG)
-    await runner.setup()
+    served = WatchServer(folder, "127.0.0.1")
+    runner = await served.limit.run(served.application())
     await web.TCPSite(runner, "127.0.0.1", 0).start()
     yield runner.addresses[0][1]
     await runner.cleanup()
@@ -109,6 +110,31 @@ async def test_headers_that_do_not_come_end_the_connection(port, sent):
     assert await closed_after(reader) < HEADERS_S + 5
     assert await status(port) == b"200"
     writer.close()
+
+
+@pytest.mark.parametrize("server", [*SERVERS.values(), page, conversation])
+async def test_connections_without_a_request_take_no_place_from_others(tmp_path, monkeypatch, server):
+    """Strangers open more of them than may be silent, and send nothing."""
+    monkeypatch.setenv("METRONOME_TOKEN", "right")
+    monkeypatch.setattr(openai_server, "MOST_SILENT", 8)
+    monkeypatch.setattr(HeaderLimit.__init__, "__defaults__", (HEADERS_S * 20, 8))
+    async with server(tmp_path) as port:
+        opened = [await asyncio.open_connection("127.0.0.1", port) for _ in range(20)]
+        assert (await status(port)).isdigit()
+        ended = [reader for reader, _ in opened if await is_closed(reader)]
+        assert ended == [reader for reader, _ in opened[: len(ended)]]
+        assert len(ended) in (12, 13)  # one more for the request's own connection
+        for _, writer in opened:
+            writer.close()
+
+
+async def is_closed(reader):
+    try:
+        return await asyncio.wait_for(reader.read(1), 0.05) == b""
+    except ConnectionError:
+        return True
+    except TimeoutError:
+        return False
 
 
 async def test_half_a_request_after_a_whole_one_ends_the_connection(port):

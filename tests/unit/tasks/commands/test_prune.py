@@ -20,7 +20,7 @@ from engine.run.folder import RunFolder, dump_config
 from engine.run.identity import claim_run
 from engine.run.lock import hold_lock
 from engine.run.run_file import RunStart, read_run, update_run
-from engine.run.served_model import in_use
+from engine.run.served_model import REGISTERED, in_use
 from engine.run.trace import Trace, read_spans
 from support.run_folders import a_checkpoint
 from support.runs import ROOT
@@ -76,6 +76,7 @@ def run(tmp_path):
     for name in ("used-1", "other-2"):
         model = tmp_path / "runs/models" / name
         model.mkdir(parents=True)
+        (model / REGISTERED).write_text(f"models:/{name}\n")
         aged(model)
     later = tmp_path / "runs/later"
     later.mkdir()
@@ -95,7 +96,7 @@ GONE = {
     "mine/checkpoints/.step-000016.partial",
     "mine/checkpoints/damaged-step-000005",
     "mine/profile",
-    "models/other-2",
+    *(f"models/other-2{file}" for file in ("", f"/{REGISTERED}")),
 }
 
 
@@ -134,7 +135,7 @@ def test_an_exported_policy_stays_if_its_checkpoint_is_gone_or_a_run_started_fro
 
 @pytest.mark.parametrize("apply", [False, True])
 def test_a_run_that_is_running_is_left_as_it_is(run, tmp_path, capsys, apply):
-    (tmp_path / "runs/models/other-2").rmdir()
+    shutil.rmtree(tmp_path / "runs/models/other-2")
     before = all_files(run.path)
     with hold_lock(run.lock, "", 0.0):
         assert "nothing can go" in prune([run.path], keep_steps=0, records=True, apply=apply)
@@ -233,13 +234,29 @@ def test_the_start_of_a_run_that_is_under_way_stays(tmp_path):
 
 
 def test_models_that_are_in_use_or_of_the_users_own_stay(run, tmp_path, capsys):
-    own = aged_folder(tmp_path / "runs/models/Qwen2.5-7B")
+    own = [aged_folder(tmp_path / "runs/models" / name) for name in ("Qwen2.5-7B", "Qwen3-8", "my-own-model-3")]
     served = run.path / "exported/step-000010"
     with in_use(served):
         prune([run.path], keep_steps=100, records=False, apply=True)
-    assert own.is_dir()
+    assert all(one.is_dir() for one in own)
     assert [path.name for path in run.path.glob("exported/step-*")] == [served.name]
     assert f"model {served} is in use by process" in capsys.readouterr().err
+
+
+def test_a_link_goes_and_what_it_leads_to_stays(run, tmp_path):
+    """As of a profile or half a copy that was moved to another disk."""
+    other = tmp_path / "disk"
+    other.mkdir()
+    (other / "trace.json").write_text("{}")
+    profile = run.path / "profile"
+    shutil.rmtree(profile)
+    links = [profile, run.path / "gone.partial", run.path / "whole.partial"]
+    for link, target in zip(links, (other, tmp_path / "nothing", other), strict=True):
+        link.symlink_to(target)
+        os.utime(link, (time.time() - 1e6,) * 2, follow_symlinks=False)
+    prune([run.path], keep_steps=100, records=False, apply=True)
+    assert [one for one in links if one.is_symlink()] == []
+    assert (other / "trace.json").read_text() == "{}"
 
 
 def aged_folder(path):

@@ -15,6 +15,7 @@ from engine.data.loader import PromptLoader, sampling_seed
 from engine.errors import BadInput
 from engine.run.folder import dump_config
 from engine.run.run_file import RunStart, update_run
+from engine.run.served_model import REGISTERED
 from engine.types import Prompt
 from flows.cli import app
 from support.runs import config_of
@@ -115,7 +116,10 @@ def test_two_flows_that_fetch_the_same_policy_at_once_get_it_whole(config, monke
         found = list(flows.map(lambda _: Path(model_folder(config, RECIPE, "latest").model.path), range(2)))
     assert found[0] == found[1]
     policy = Path(config.model.path)
-    assert sorted(path.name for path in found[0].iterdir()) == sorted(path.name for path in policy.iterdir())
+    assert {path.name for path in found[0].iterdir()} == {REGISTERED, *(path.name for path in policy.iterdir())}
+    assert (found[0] / REGISTERED).read_text() == "models:/metronome-nightly/1\n"
+    kept = [Path(config.run.output) / name for name in ("mlartifacts", "mlflow.db")]
+    assert [path.stat().st_mode & 0o077 for path in kept] == [0, 0]  # as run folders
     assert [path.name for path in found[0].parent.iterdir()] == [found[0].name]
 
 
