@@ -16,7 +16,7 @@ RELEASE := $(if $(VLLM),-$(VLLM))
 SUPPORTED := import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))
 PYTHON ?= $(shell for p in python3.12 python3.11 python3 python; do \
 	$$p -c '$(SUPPORTED)' >/dev/null 2>&1 && { echo $$p; break; }; done)
-PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+PIP := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 export DO_NOT_TRACK := true
 export PREFECT_SERVER_ANALYTICS_ENABLED := false
@@ -131,7 +131,7 @@ $(VENV)/python:
 	touch $@
 
 $(VENV)/installed: $(VENV)/python pyproject.toml constraints.txt
-	@echo "Installing Metronome into $(VENV) (two to four minutes the first time) ..."
+	@echo "Installing Metronome into $(VENV) (more than 1 GB to download; two to four minutes the first time) ..."
 	$(PIP) -e .
 	touch $@
 

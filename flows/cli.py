@@ -68,11 +68,11 @@ def run(
     ] = False,
 ) -> None:
     """Run the whole pipeline: data, base model, conversion, training, publishing, evaluation, registration."""
+    found = _run_of(recipe, overrides, resume)
     from tasks.cluster.local_server import local_server, log_prefect_to
     from tasks.stages.input_checks import check_address, check_inputs, check_run_folder
     from tasks.stages.resume import identifying_keys
 
-    found = _run_of(recipe, overrides, resume)
     config = found.config
     if config.run.dry:
         _print_plan(config)
@@ -125,13 +125,11 @@ def _print_sections(sections: Mapping[str, Mapping[str, str]]) -> None:
 def _run_of(recipe: str, overrides: list[str], resume: bool) -> Resumed:
     """The run that a command means: a new one, or an existing one with `resume`."""
     from tasks.stages.resume import find_resumed
-    from tasks.tracking.registered_policies import check_names
 
     if resume:
         return find_resumed(recipe or None, overrides)
     named, note = (recipe, "") if recipe else _default_recipe(override_keys(overrides))
     config = load_config(named, overrides)
-    check_names(config, named)
     if note:
         console.say("recipe", note)
     return Resumed(config, named)
@@ -166,14 +164,11 @@ def train(
     replay: Annotated[Path | None, typer.Option("--replay", help="repeat a recorded run (train.record)")] = None,
 ) -> None:
     """Train only, without Prefect; the run is tracked in MLflow."""
+    found = _run_of(recipe, overrides, resume)
     from engine.data.problem_statistics import describe_report, report_data
     from engine.wire import record
-    from flows.local import train_here
     from tasks.stages.input_checks import check_address, check_inputs, check_run_folder, with_model_folder
-    from tasks.stages.resume_checks import check_resume
-    from tasks.tracking.tracked_run import check_store
 
-    found = _run_of(recipe, overrides, resume)
     config = found.config
     if config.run.dry:
         _print_plan(config)
@@ -186,6 +181,10 @@ def train(
     config, data = check_inputs(config, sampling=replay is None)
     if data is not None:
         console.say("prepare data", describe_report(report_data(data)))
+    from flows.local import train_here  # MLflow takes seconds to load
+    from tasks.stages.resume_checks import check_resume
+    from tasks.tracking.tracked_run import check_store
+
     if resume:
         found.tell()
         config = check_resume(config)
@@ -213,21 +212,26 @@ def evaluate(
     evaluations.jsonl."""
     from engine.data.hub import is_model_name
     from engine.run.served_model import model_folder
-    from flows.local import evaluate_here
-    from tasks.commands.export import policy_folder
-    from tasks.stages.input_checks import check_inputs, with_model_folder
 
-    if model and not (is_model_name(model) and load_config(_named(recipe), overrides).run.dry):
+    named = _named(recipe)
+    config = load_config(named, overrides)
+    if model and not (is_model_name(model) and config.run.dry):
+        from tasks.commands.export import policy_folder
+
         model = str(model_folder(policy_folder(model, overrides))[0])
     given = [f"model.path={model}"] if model else []
     given += [f"evaluate.benchmark={benchmark}"] if benchmark else []
-    config = load_config(_named(recipe), [*overrides, *given])
+    config = load_config(named, [*overrides, *given]) if given else config
     if config.run.dry:
         from engine.tools.dry_run import evaluation_sections
 
         _print_sections(evaluation_sections(config))
         return
+    from tasks.stages.input_checks import check_inputs, with_model_folder
+
     config = with_model_folder(check_inputs(config, training=False, evaluates=True)[0])
+    from flows.local import evaluate_here  # MLflow takes seconds to load
+
     evaluate_here(config)
 
 
@@ -244,11 +248,12 @@ def try_reward(
     rows: Annotated[int, typer.Option(min=1, help="number of problems of data.train to try it on")] = 3,
 ) -> None:
     """Score a few responses as a run would, and show scores, metrics and seconds. Exit code 1: a score is missing."""
+    config = load_config(_named(recipe), overrides)
     from tasks.stages.input_checks import with_model_folder
     from tasks.stages.reward_trial import read_given, run_trial
 
     given = read_given(response, responses)
-    shown, whole = run_trial(with_model_folder(load_config(_named(recipe), overrides)), given, rows)
+    shown, whole = run_trial(with_model_folder(config), given, rows)
     console.print_page(shown)
     raise typer.Exit(0 if whole else 1)
 
@@ -316,10 +321,10 @@ def export(
 
 def service(recipe: Recipe = "", overrides: Set = []) -> None:  # noqa: B006
     """Run a recipe's rollout instances, rewards and weight sync in the foreground, for your own trainer or programs."""
+    config = load_config(_named(recipe), overrides)
     from engine.orchestrator.serve import run_service as serve_programs
     from tasks.stages.input_checks import check_inputs, with_model_folder
 
-    config = load_config(_named(recipe), overrides)
     config = with_model_folder(check_inputs(config, training=False)[0])
     serve_programs(config, partial(console.say, "service"))
 
@@ -495,10 +500,10 @@ def plan(
     page: Annotated[Path | None, typer.Option("--page", metavar="FOLDER", help="write the plan as a page")] = None,
 ) -> None:
     """Find, by simulation, how to split and configure a run: devices for rollouts and for training, layout, mode."""
+    config = load_config(str(Path(runs[0]) / "config.toml") if runs and not recipe else _named(recipe), overrides)
     from tasks.commands.plan import make_plan, measure_probes
     from tasks.stages.input_checks import check_inputs, with_model_folder
 
-    config = load_config(str(Path(runs[0]) / "config.toml") if runs and not recipe else _named(recipe), overrides)
     if measured or autotune:
         config = with_model_folder(check_inputs(config)[0])
     make_plan(

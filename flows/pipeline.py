@@ -46,7 +46,7 @@ from tasks.stages.train import train
 from tasks.terminal import console
 from tasks.tracking import evaluation_texts
 from tasks.tracking.flow_links import tracked_flow
-from tasks.tracking.registered_policies import check_names, started_from
+from tasks.tracking.registered_policies import started_from
 from tasks.tracking.tracked_run import check_store
 
 
@@ -73,7 +73,6 @@ def opened(
             check_start(given, continue_from)
             given = named_run(given, recipe, settings)
             found = Resumed(load_config(recipe, given.all), recipe)
-        check_names(found.config, found.recipe)
         config, begun = started_from(read_settled_config(found.config), found.recipe, continue_from)
         again = begun_by_this_flow(RunFolder(config.folder))
         if not again:

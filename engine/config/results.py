@@ -65,7 +65,7 @@ class Tracking(Table):
     """Tracking URI of MLflow, without a password: MLFLOW_TRACKING_USERNAME and MLFLOW_TRACKING_PASSWORD give that.
     Empty: the environment's MLFLOW_TRACKING_URI, or without one an sqlite file in `run.output`, which needs no
     server."""
-    experiment: str = "metronome"
+    experiment: str = Field(default="metronome", min_length=1, max_length=500)
     """Name of the MLflow experiment, and of the project in wandb and trackio."""
     also: tuple[Also, ...] = ()
     """Further trackers that get the figures of each step and evaluation, by their own packages, which are extras of

@@ -9,8 +9,6 @@ from pathlib import Path
 import mlflow
 import msgspec
 from mlflow.entities.model_registry import ModelVersion
-from mlflow.utils.validation import _validate_experiment_name as validate_experiment
-from mlflow.utils.validation import _validate_model_name as validate_model
 
 from engine.config import Config, Run
 from engine.config.recipe import find_file, load_config
@@ -34,8 +32,8 @@ LATEST = "latest"
 NIGHTLY = "nightly"
 """The newest policy whose run was itself started with this word. So experiments by day do not enter the chain of
 nights."""
-LONGEST_NAME = 256
-"""Characters of a registered model's name in MLflow's databases."""
+REFUSED = r"""[/\\:"]"""
+"""Characters that MLflow refuses in the name of a registered model, or that its filters can't quote."""
 START_TAG = "metronome.start"
 """Tag of a version with the word with which its run was started (`RunStart.start`)."""
 
@@ -43,35 +41,14 @@ START_TAG = "metronome.start"
 def registered_name(recipe: str, config: Config) -> str:
     """The registered model that all runs of a recipe share: metronome-RECIPE, or metronome-NAME-RECIPE for those of
     `metronome deploy --name NAME`. Runs on data other than the recipe's share metronome-RECIPE-DATA. A run's
-    config.toml counts as the run's recipe."""
+    config.toml counts as the run's recipe. A name that MLflow would refuse is changed (`clean_name`)."""
     begun = read_run(Path(recipe).parent).start if Path(recipe).name == CONFIG else RunStart()
-    name = begun.registered or f"metronome-{named_deployment(Path(recipe).stem)}"
+    name = begun.registered or clean_name(f"metronome-{named_deployment(Path(recipe).stem)}", REFUSED, "-")
     data = [one.path for one in config.data.sets]
     if _files(data) == _files([one.path for one in load_config(recipe).data.sets]):
         return name
     stems = [Path(path.partition(":")[0] if "://" not in path else path).stem for path in data]
-    return f"{name}-{clean_name('-'.join(stems), '[^A-Za-z0-9_.-]+', '-')}"
-
-
-def check_names(config: Config, recipe: str) -> None:
-    """Check the names that a run will have in MLflow, by MLflow's own rules. Raises BadInput, which says what to
-    change; nothing is asked of a store."""
-    name = registered_name(recipe, config)
-    told = f"the registered model of recipe {recipe} would be {name!r}"
-    names = (
-        (f"tracking.experiment = {config.tracking.experiment!r}", validate_experiment, config.tracking.experiment),
-        (told, validate_model, name),
-    )
-    for what, validate, text in names:
-        try:
-            validate(text)
-        except mlflow.MlflowException as error:
-            raise BadInput(f"{what}: MLflow refuses it: {first_line(error)}; choose another name") from None
-    if len(name) > LONGEST_NAME or "\\" in name or {"'", '"'} <= set(name):
-        raise BadInput(
-            f"{told}: MLflow can't search for it: expected up to {LONGEST_NAME} characters, no backslash, and not both "
-            "kinds of quotes; choose another name"
-        )
+    return clean_name(f"{name}-{clean_name('-'.join(stems), '[^A-Za-z0-9_.-]+', '-')}", REFUSED, "-")
 
 
 def _files(paths: Sequence[str]) -> list[Path]:

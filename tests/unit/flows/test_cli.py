@@ -64,6 +64,35 @@ def test_help_lists_the_commands_and_starts_no_library():
     assert loaded.strip() == "[]"
 
 
+MISTAKES = [
+    *(
+        ([command], "train.stepz=3")
+        for command in ("run", "train", "evaluate", "try-reward", "serve", "plan", "service")
+    ),
+    (["deploy"], "train.stepz=3"),
+    (["train", "missing.toml"], "train.steps=3"),
+    (["run"], "tracking.experiment="),
+    (["train"], "reward.function=missing.py:reward"),
+    (["run"], "model.path=missing"),
+]
+
+
+def test_a_recipes_mistakes_are_found_before_the_large_libraries_are_loaded(tmp_path):
+    """Each takes seconds to import. One process tries all, because none of them is allowed to load any."""
+    code = f"""
+import sys
+from flows.cli import app
+for command, setting in {MISTAKES!r}:
+    try:
+        app([*command, "--set", "run.output={tmp_path}/runs", "--set", setting], prog_name="metronome")
+    except SystemExit as ended:
+        print(command, ended.code, [m for m in ("torch", "transformers", "mlflow", "prefect") if m in sys.modules])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=120)
+    told = [line for line in done.stdout.splitlines() if line.startswith("[")]
+    assert told == [f"{command} 2 []" for command, _ in MISTAKES], done.stdout + done.stderr
+
+
 def test_a_command_ends_no_child_of_the_process_that_calls_it(tmp_path):
     """Only the console script drops the lifeline. A notebook or a test that calls a command keeps its own servers."""
     server = Child("server", guarded_command([sys.executable, "-c", "import time; time.sleep(600)"]), tmp_path / "log")
