@@ -70,8 +70,8 @@ class Model(Table):
     type, else small updates are lost in the rounding (docs/rollouts.md)."""
     head_dtype: Annotated[Literal["model", "float32"], FIXED] = "model"
     """Type of the logits, in trainer and instances. With "float32" those of a bfloat16 model are not rounded to
-    bfloat16, so that both sides agree better (docs/rollouts.md, Weight sync); the trainer's logits take twice the
-    memory. vLLM has it from release 0.32 on, so not yet on NPUs."""
+    bfloat16, so that both sides agree better (docs/rollouts.md, Weight sync). vLLM has it from release 0.32 on, so not
+    yet on NPUs."""
     convert: Literal["check", "skip"] = "check"
     """What the stage `convert` does. "check": compare with Hugging Face, in fp32 on the host. "skip": read
     config.json and the tokenizer."""

@@ -33,7 +33,7 @@ from engine.model.experts import GroupedExperts
 from engine.model.families import transformer_settings
 from engine.model.hf_weights import padded_vocabulary
 from engine.model.layout import Layout
-from engine.model.linear import head_product
+from engine.model.logprobs import token_logprobs
 from engine.model.norm import HeadNorm, RMSNorm, add_in_norm, add_to_made
 from engine.model.rotary import RotaryAtPositions
 from engine.model.shape import ModelShape
@@ -54,7 +54,7 @@ class Computation:
     router_dtype: torch.dtype = torch.float32
     """Type of the router logits of a mixture of experts: float32, or `dtype`."""
     float_head: bool = False
-    """Whether the logits of a bf16 model are kept in fp32 (`engine.model.linear`)."""
+    """Whether the logits of a bf16 model are kept in fp32 (`linear.output_product`)."""
     attention: str = "cpu"
     """Attention kernel, a key of `engine.model.kernels.KERNELS`."""
     device: torch.device = torch.device("cpu")
@@ -133,8 +133,9 @@ def build_model(shape: ModelShape, computation: Computation | None = None) -> GP
     model.rotary_pos_emb = RotaryAtPositions(shape, computation.dtype)
     if model.post_process:
         model.decoder.register_forward_hook(_keep_scored, with_kwargs=True)
-        model.output_layer.sequence_parallel = False  # `_keep_scored` gathers before it selects
-        model.output_layer.allreduce_dgrad = tensor > 1
+        model.output_layer.forward = _keep_hidden
+        model.vocabulary = shape.vocabulary
+        model.wide_logits = computation.float_head
     if computation.recompute == "selective":
         recompute.install_recompute(model)
     if shape.experts:
@@ -142,8 +143,6 @@ def build_model(shape: ModelShape, computation: Computation | None = None) -> GP
     _mark_cuts(model)
     if computation.device.type == "cpu":
         linear.install_linear(model)
-    if model.post_process and computation.float_head and computation.dtype is torch.bfloat16:
-        model.output_layer._forward_impl = head_product
     return model.to(computation.device)
 
 
@@ -158,9 +157,9 @@ def _mark_cuts(model: GPTModel) -> None:
             set_tensor_model_parallel_attributes(weight, True, int(isinstance(module, RowParallelLinear)), 1)
 
 
-def compute_logits(model: torch.nn.Module, layout: Layout) -> Tensor:
-    """Run a forward pass. On the last pipeline stage return the [T, vocabulary/tensor] logits that score the layout's
-    response tokens, on the others the hidden states."""
+def compute_hidden(model: torch.nn.Module, layout: Layout) -> Tensor:
+    """Run a forward pass. On the last pipeline stage return the [T, hidden] states that score the layout's response
+    tokens (`target_logprobs`), on the others those of all its rows."""
     out = model(
         input_ids=layout.token_ids[None],
         position_ids=layout.positions[None],
@@ -168,6 +167,30 @@ def compute_logits(model: torch.nn.Module, layout: Layout) -> Tensor:
         packed_seq_params=attention_params(layout),
     )
     return out.squeeze(0) if parallel_state.is_pipeline_last_stage() else out
+
+
+def target_logprobs(
+    model: GPTModel, hidden: Tensor, layout: Layout, temperature: float, entropy: bool = True
+) -> tuple[Tensor, Tensor | None]:
+    """Return `token_logprobs` of the layout's response tokens: log-probabilities and entropies [T]. `hidden`: the
+    result of `compute_hidden` on the last pipeline stage. Collective over the tensor-parallel group."""
+    return token_logprobs(
+        hidden,
+        output_weight(model),
+        layout.targets,
+        temperature,
+        vocabulary=model.vocabulary,
+        wide=model.wide_logits,
+        entropy=entropy,
+    )
+
+
+def output_weight(model: GPTModel) -> Tensor:
+    """Return the output layer's weight [vocabulary/tensor, hidden] on the last pipeline stage, which may be that of the
+    embedding."""
+    tied = model.share_embeddings_and_output_weights
+    weight: Tensor = model.shared_embedding_or_output_weight() if tied else model.output_layer.weight
+    return weight
 
 
 def row_multiple(computation: Computation) -> int:
@@ -199,11 +222,16 @@ def _block_spec(config: TransformerConfig, attention: str) -> TransformerBlockSu
 
 
 def _keep_scored(decoder: TransformerBlock, args: Any, kwargs: dict[str, Any], hidden: Tensor) -> Tensor:  # noqa: ANN401
-    """Forward hook that keeps only the positions whose logits are needed: [S, 1, h] → [T, 1, h], so that the output
-    layer computes no others. A prompt's last position occurs once for each of its responses."""
+    """Forward hook that keeps only the positions whose logits are needed: [S, 1, h] → [T, 1, h]. A prompt's last
+    position occurs once for each of its responses."""
     carried: LayoutParams = kwargs["packed_seq_params"]
     assert carried.layout is not None
     if decoder.config.sequence_parallel:
         # from here on the rows, and so their gradients, are the same on all tensor ranks
         hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
     return hidden.index_select(0, carried.layout.scored)
+
+
+def _keep_hidden(hidden: Tensor, **unused: Any) -> tuple[Tensor, None]:  # noqa: ANN401
+    """Replaces the output layer's forward pass, because its product belongs to `token_logprobs`."""
+    return hidden, None

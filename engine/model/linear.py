@@ -1,5 +1,5 @@
-"""Matrix products of Megatron's linear layers: on a CPU, of an output layer without rounded logits, and of weight
-gradients that are added to their fp32 sum.
+"""Matrix products of Megatron's linear layers on a CPU, of the output layer, and of weight gradients that are added to
+their fp32 sum.
 
 On a CPU, large products in fp32 are computed by oneDNN, the others by torch, which uses MKL. On non-Intel processors
 MKL uses AVX2, which is half as fast as AVX-512 on cores that have it. oneDNN, which is also part of torch, uses the
@@ -30,6 +30,8 @@ PIECE = 1 << 21
 """Numbers of a bf16 weight gradient that are computed at a time before they are added to the fp32 sum. The gradient of
 an output layer then takes a third of the time of the whole at once (measured): new memory of that size comes from the
 system each time."""
+PIECE_ELSEWHERE = 1 << 28
+"""The same on a device whose products do not add to an fp32 sum, where a piece must be large compared with a launch."""
 LARGE = 1 << 22
 """Fewest multiplications of a product that oneDNN computes. Its set-up takes about 0.6 ms at the first product of each
 size (measured)."""
@@ -126,7 +128,10 @@ def weight_gradient(grad: Tensor, x: Tensor, total: Tensor | None) -> Tensor | N
     if total.dtype is x.dtype:
         total.addmm_(grad.t(), x)
         return None
-    rows = max(1, PIECE // x.shape[1])
+    if can_fuse_gradients(x.device, x.dtype):
+        Accumulation.wgrad_gemm_accum_fp32(x, grad, total)
+        return None
+    rows = max(1, (PIECE if x.device.type == "cpu" else PIECE_ELSEWHERE) // x.shape[1])
     for some, part in zip(total.split(rows), grad.split(rows, dim=1), strict=True):
         some += part.t().mm(x)
     return None
@@ -158,50 +163,17 @@ def _onednn_tokens(tokens: int, each: int) -> int:
     return whole if whole * each >= LARGE else 0
 
 
-# the output layer with logits that are not rounded to bf16 (model.head_dtype = "float32")
-# bf16 logits near 20 are 1/8 apart, which accounts for most of the difference between two correct engines. The factors
-# stay bf16; their products are summed, and kept, in fp32. Gradients are those of a bf16 layer.
+def output_product(x: Tensor, weight: Tensor, wide: bool) -> Tensor:
+    """Logits x [T, k] · weightᵀ with weight [n, k] → [T, n], without gradients. `wide`: in fp32 for bf16 factors.
 
-
-def head_product(
-    input: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    allreduce_dgrad: bool,
-    sequence_parallel: bool,
-    tp_group: Any,  # noqa: ANN401
-    **unused: Any,  # noqa: ANN401
-) -> Tensor:
-    """x [S, b, k] · weightᵀ with weight [n, k], both bf16 → [S, b, n] in fp32. The arguments are those of Megatron's
-    products (`ColumnParallelLinear._forward_impl`). The output layer has no bias, and its input has already been
-    gathered."""
-    assert bias is None, "an output layer has no bias"
-    assert not sequence_parallel, "the hidden states are gathered before the output layer"
-    if allreduce_dgrad:
-        input = copy_to_tensor_model_parallel_region(input, group=tp_group)
-    out: Tensor = _Head.apply(input, weight)
-    return out
-
-
-class _Head(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401
-        ctx.save_for_backward(x, weight)
-        rows = x.flatten(0, -2)
-        if x.device.type == "cuda":  # avoids an fp32 copy of the weight
-            out = torch.mm(rows, weight.t(), out_dtype=torch.float32)
-        else:
-            out = rows.float().mm(weight.float().t())
-        return out.unflatten(0, x.shape[:-1])
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:  # noqa: ANN401
-        x, weight = ctx.saved_tensors
-        rows = grad.flatten(0, -2).to(weight.dtype)
-        to_x = rows.mm(weight).view(x.shape) if ctx.needs_input_grad[0] else None
-        to_weight = rows.t().mm(x.flatten(0, -2)) if ctx.needs_input_grad[1] else None
-        return to_x, to_weight
+    bf16 logits near 20 are 1/8 apart, which accounts for most of the difference between two correct engines. The
+    factors stay bf16; their products are summed, and kept, in fp32.
+    """
+    if not wide or x.dtype is not torch.bfloat16:
+        return token_product(x, weight.t())
+    if x.device.type == "cuda":  # avoids an fp32 copy of the weight
+        return torch.mm(x, weight.t(), out_dtype=torch.float32)
+    return x.float().mm(weight.float().t())
 
 
 # weight gradients that their product adds directly to the fp32 sum, on CUDA in bf16

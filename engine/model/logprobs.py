@@ -1,14 +1,18 @@
-"""Log-probabilities of given tokens, and the entropy of their distributions, over a vocabulary split across tensor
-ranks.
+"""Log-probabilities of given tokens, and the entropy of their distributions, from the last hidden states and the output
+layer's weight, over a vocabulary split across tensor ranks.
 
-The logits are the largest tensor of a training step. The only other tensor of their size is their gradient. Rows are
-processed chunk by chunk, in the forward and again in the backward pass, and only a few numbers per row are kept.
+The logits would be the largest tensor of a training step. They are computed for some tokens at a time, in the forward
+and again in the backward pass, where their gradient takes their place. Only a few numbers per token are kept, and the
+logits if one chunk has all of them. Megatron and torch have no such function with one result per token: torch's
+`linear_cross_entropy` and those of Liger and Apple compute their gradients in the forward pass, for a sum whose weights
+are already known.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -16,10 +20,17 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from engine.model.linear import output_product, token_product, weight_gradient
+
 CHUNK_BYTES = {"cpu": 1 << 19}
 """Bytes of a chunk in fp32, by device type. On a CPU a chunk should fit in the cache."""
 CHUNK_BYTES_ELSEWHERE = 1 << 28
 """Bytes of a chunk in fp32 on other devices, where a chunk's work must be large compared with a kernel launch."""
+LOGITS_BYTES = 1 << 30
+"""Bytes of the logits that are in memory at a time. Each product reads the whole weight, and adds to its whole gradient
+in the backward pass, so it must have thousands of tokens."""
+WHOLE_TOKENS = 128
+"""The tokens of a product are a multiple of this, if there are more."""
 
 
 @dataclass(frozen=True)
@@ -37,8 +48,12 @@ class Job:
     """What both passes need in addition to logits and targets."""
 
     temperature: float
+    tokens: int
+    """Number of tokens whose logits are computed at a time."""
     rows: int
-    """Number of rows per chunk."""
+    """Number of rows of logits that are processed at a time."""
+    wide: bool
+    """Whether logits of a bf16 model are kept in fp32 (`linear.output_product`)."""
     vocabulary: int
     """Number of real entries of the whole vocabulary."""
     part: Slice
@@ -58,62 +73,58 @@ class Statistics(NamedTuple):
     entropy: Tensor | None
     """Entropy in nats; None if it was not requested."""
 
+    def of(self, part: slice) -> Statistics:
+        """The numbers of some rows."""
+        return Statistics(*(None if one is None else one[part] for one in self))  # type: ignore[arg-type]
 
-@overload
+
 def token_logprobs(
-    logits: Tensor,
+    hidden: Tensor,
+    weight: Tensor,
     targets: Tensor,
     temperature: float,
-    vocabulary: int | None = None,
-    chunk: int | None = None,
-    entropy: Literal[True] = True,
-) -> tuple[Tensor, Tensor]: ...
-
-
-@overload
-def token_logprobs(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float,
-    vocabulary: int | None = None,
-    chunk: int | None = None,
     *,
-    entropy: Literal[False],
-) -> tuple[Tensor, None]: ...
-
-
-def token_logprobs(
-    logits: Tensor,
-    targets: Tensor,
-    temperature: float,
     vocabulary: int | None = None,
     chunk: int | None = None,
+    wide: bool = False,
     entropy: bool = True,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log softmax(logits / temperature) at the targets, and the entropy in nats: both [T] fp32, with gradients.
+    """Return log softmax(logits / temperature) at the targets, and the entropy in nats: both [T] fp32, with gradients,
+    where logits = hidden · weightᵀ.
 
-    logits [T, V/tensor] (any float type): this tensor rank's slice of the vocabulary. targets [T]: ids in the whole
-    vocabulary. Columns from `vocabulary` on are padding: they have probability 0, and −inf as a target. `chunk`: rows
-    per chunk, by default chosen for the device. Without `entropy` the second result is None, and scoring costs a
-    quarter to a third less. Collective over the tensor-parallel group, also for T = 0; the gradients of the results
-    must be the same on all its ranks.
+    hidden [T, h]: the same on all tensor ranks. weight [V/tensor, h]: this tensor rank's slice of the vocabulary. If it
+    has a `main_grad`, its gradient is added to that, and autograd gets None. targets [T]: ids in the whole vocabulary.
+    Rows of `weight` from `vocabulary` on are padding: they have probability 0, and −inf as a target. `chunk`: tokens
+    per chunk, by default chosen for the device. `wide`: whether the logits of a bf16 model are kept in fp32. Without
+    `entropy` the second result is None, and scoring costs a quarter to a third less. Collective over the
+    tensor-parallel group, also for T = 0; the gradients of the results must be the same on all its ranks.
     """
-    job = _prepare_job(logits, temperature, vocabulary, chunk)
-    if torch.is_grad_enabled() and logits.requires_grad:
-        return _TokenLogprobs.apply(logits, targets, job, entropy)
-    found = _statistics(logits, targets, job, entropy)
+    job = _prepare_job(weight, temperature, vocabulary, chunk, wide)
+    if torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad):
+        return _TokenLogprobs.apply(hidden, weight, targets, job, entropy)
+    found, _ = _statistics(hidden, weight, targets, job, entropy)
     return found.chosen, found.entropy
 
 
 class _TokenLogprobs(torch.autograd.Function):
-    """`token_logprobs` with its gradient. It keeps the logits and a few numbers per row for the backward pass."""
+    """`token_logprobs` with its gradient. It keeps a few numbers per token for the backward pass, and the logits of a
+    single chunk."""
 
     @staticmethod
-    def forward(ctx: Any, logits: Tensor, targets: Tensor, job: Job, entropy: bool) -> tuple[Tensor, Tensor | None]:  # noqa: ANN401
-        found = _statistics(logits, targets, job, entropy)
+    def forward(  # noqa: D102
+        ctx: Any,  # noqa: ANN401
+        hidden: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        job: Job,
+        entropy: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        found, logits = _statistics(hidden, weight, targets, job, entropy)
         ctx.job = job
+        ctx.main_grad = getattr(weight, "main_grad", None)
+        ctx.logits = logits
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(logits, targets, *found)
+        ctx.save_for_backward(hidden, weight, targets, *found)
         return found.chosen, found.entropy
 
     @staticmethod
@@ -122,43 +133,78 @@ class _TokenLogprobs(torch.autograd.Function):
         ctx: Any,  # noqa: ANN401
         of_chosen: Tensor | None,
         of_entropy: Tensor | None,
-    ) -> tuple[Tensor | None, None, None, None]:
+    ) -> tuple[Tensor | None, Tensor | None, None, None, None]:
         """With p the probabilities: ∂ log p_target / ∂z = 1_target − p, ∂H / ∂z = −p (log p + H),
         z = logits / temperature."""
         if of_chosen is None and of_entropy is None:
-            return None, None, None, None
-        logits, targets, *saved = ctx.saved_tensors
-        found = Statistics(*saved)
-        inverse = 1.0 / ctx.job.temperature
-        of_chosen = torch.zeros_like(found.chosen) if of_chosen is None else of_chosen * inverse
-        of_entropy = None if of_entropy is None else of_entropy * inverse
-        return (
-            _gradient(
-                logits=logits, targets=targets, job=ctx.job, found=found, of_chosen=of_chosen, of_entropy=of_entropy
-            ),
-            None,
-            None,
-            None,
+            return None, None, None, None, None
+        hidden, weight, *_ = ctx.saved_tensors
+        total = ctx.main_grad
+        if total is None and len(hidden) > ctx.job.tokens:
+            total = torch.zeros_like(weight, dtype=torch.promote_types(weight.dtype, torch.float32))
+        to_hidden = torch.empty_like(hidden)
+        to_weight = None
+        sums = []
+        for part, gradient in _logit_gradients(ctx, of_chosen, of_entropy):
+            if ctx.needs_input_grad[0]:
+                to_hidden[part] = token_product(gradient, weight)
+                if ctx.job.part.group is not None:  # while the weight's gradient is computed
+                    sums.append(dist.all_reduce(to_hidden[part], group=ctx.job.part.group, async_op=True))
+            if ctx.needs_input_grad[1]:
+                to_weight = weight_gradient(gradient, hidden[part], total)
+            del gradient  # before the next chunk's logits are made
+        for one in sums:
+            one.wait()
+        if total is not None and ctx.main_grad is None:
+            to_weight = total.to(weight.dtype)
+        return to_hidden, to_weight, None, None, None
+
+
+def _logit_gradients(
+    ctx: Any,  # noqa: ANN401
+    of_chosen: Tensor | None,
+    of_entropy: Tensor | None,
+) -> Iterator[tuple[slice, Tensor]]:
+    """Yield the tokens of each chunk, and the gradient [t, V/tensor] of their logits. The kept logits are used up."""
+    hidden, weight, targets, *saved = ctx.saved_tensors
+    job: Job = ctx.job
+    found = Statistics(*saved)
+    inverse = 1.0 / job.temperature
+    of_chosen = torch.zeros_like(found.chosen) if of_chosen is None else of_chosen * inverse
+    of_entropy = None if of_entropy is None else of_entropy * inverse
+    kept = ctx.logits
+    ctx.logits = None
+    for start in range(0, max(1, len(hidden)), job.tokens):
+        part = slice(start, start + job.tokens)
+        logits = output_product(hidden[part], weight, job.wide) if kept is None else kept
+        _turn_into_gradient(
+            logits=logits,
+            targets=targets[part],
+            job=job,
+            found=found.of(part),
+            of_chosen=of_chosen[part],
+            of_entropy=None if of_entropy is None else of_entropy[part],
         )
+        yield part, logits.to(weight.dtype)
+        del logits
 
 
-def _gradient(
+def _turn_into_gradient(
     logits: Tensor, targets: Tensor, job: Job, found: Statistics, of_chosen: Tensor, of_entropy: Tensor | None
-) -> Tensor:
-    """[T, V/tensor] gradient of the logits, from the gradients [T] of the two results, which are already divided by the
-    temperature."""
-    grad = torch.empty_like(logits)
-    columns = grad[:, : job.part.size]
-    grad[:, job.part.size :] = 0.0
+) -> None:
+    """Overwrite logits [t, V/tensor] by their gradient, from the gradients [t] of the two results, which are already
+    divided by the temperature."""
+    columns = logits[:, : job.part.size]
+    logits[:, job.part.size :] = 0.0
     share = -1.0 if found.share is None else -found.share
-    parts = [columns, logits[:, : job.part.size], of_chosen * share]
+    parts = [columns, of_chosen * share]
     if of_entropy is not None:
         assert found.entropy is not None, "got a gradient of the entropy, but no entropy was computed"
         parts += [found.top, found.entropy - found.rest, of_entropy * share]
     scaled = _Scaled(logits, job, found.chosen.dtype)
-    for out, rows, first, *second in zip(*(part.split(job.rows) for part in parts), strict=True):
+    for out, first, *second in zip(*(part.split(job.rows) for part in parts), strict=True):
         weight = first[:, None]
-        logs = scaled(rows, second[0] if second else None)
+        logs = scaled(out, second[0] if second else None)
         part = _softmax(logs, out)
         if second:  # log p + H = logs − rest + H
             weight = logs.add_(second[1][:, None]).mul_(second[2][:, None]).add_(weight)
@@ -169,7 +215,6 @@ def _gradient(
         _set_at_targets(
             grad=columns, targets=targets, part=job.part, found=found, of_chosen=of_chosen, of_entropy=of_entropy
         )
-    return grad
 
 
 def _set_at_targets(
@@ -188,14 +233,13 @@ def _set_at_targets(
 
 def _local_columns(targets: Tensor, part: Slice) -> tuple[Tensor, Tensor]:
     """([T] column of each target in this slice, an arbitrary column for a target outside; [T] bool, whether it is
-    inside). The slice must not be empty."""
+    inside). An empty slice has no columns, so none of the first may be used."""
     here = targets - part.start if part.start else targets
-    column = here.clamp(0, part.size - 1)
-    return column, column == here
+    return here.clamp(0, part.size - 1), (here >= 0) & (here < part.size)
 
 
-def _prepare_job(logits: Tensor, temperature: float, vocabulary: int | None, chunk: int | None) -> Job:
-    width = logits.shape[1]
+def _prepare_job(weight: Tensor, temperature: float, vocabulary: int | None, chunk: int | None, wide: bool) -> Job:
+    width = max(1, len(weight))
     group = parallel_state.get_tensor_model_parallel_group(check_initialized=False)
     if group is None or group.size() == 1:
         rank = 0
@@ -204,30 +248,54 @@ def _prepare_job(logits: Tensor, temperature: float, vocabulary: int | None, chu
     else:
         rank = group.rank()
         size = group.size()
-    real = width * size if vocabulary is None else vocabulary
+    real = len(weight) * size if vocabulary is None else vocabulary
     part = Slice(rank * width, min(max(real - rank * width, 0), width), group)
-    limit = CHUNK_BYTES.get(logits.device.type, CHUNK_BYTES_ELSEWHERE)
-    return Job(temperature, chunk or max(1, limit // (4 * max(1, width))), real, part)
+    rows = max(1, CHUNK_BYTES.get(weight.device.type, CHUNK_BYTES_ELSEWHERE) // (4 * width))
+    whole = LOGITS_BYTES // ((4 if wide else weight.itemsize) * width * WHOLE_TOKENS) * WHOLE_TOKENS
+    tokens = chunk or max(WHOLE_TOKENS, whole)
+    return Job(temperature=temperature, tokens=tokens, rows=min(rows, tokens), wide=wide, vocabulary=real, part=part)
 
 
-def _statistics(logits: Tensor, targets: Tensor, job: Job, entropy: bool) -> Statistics:
-    """Compute the softmax of each rank's slice, then combine the slices with one maximum and one sum over the ranks."""
-    dtype = torch.promote_types(logits.dtype, torch.float32)
-    columns = logits[:, : job.part.size]
-    own = columns.amax(1).to(dtype) if job.part.size else logits.new_full((len(logits),), -torch.inf, dtype=dtype)
-    rest, surprise = _own_slice(columns, own, job, entropy) if job.part.size else (torch.zeros_like(own),) * 2
+def _statistics(
+    hidden: Tensor, weight: Tensor, targets: Tensor, job: Job, entropy: bool
+) -> tuple[Statistics, Tensor | None]:
+    """Compute the softmax of each rank's slice, then combine the slices with one maximum and one sum over the ranks.
+    Also return the logits if one chunk has all of them."""
+    parts = []
+    kept = None
+    for x, picked in zip(hidden.split(job.tokens), targets.split(job.tokens), strict=True):
+        logits = output_product(x, weight, job.wide)
+        parts.append(_slice_statistics(logits[:, : job.part.size], picked, job, entropy))
+        kept = logits if len(x) == len(hidden) else None
+        del logits  # before the next chunk's are made
+    own, rest, surprise, chosen = map(torch.cat, zip(*parts, strict=True))
     top = own
     if job.part.group is not None:
         top = own.clone()
         dist.all_reduce(top, dist.ReduceOp.MAX, job.part.group)
-    chosen = _scaled_targets(columns, targets, top, job)
+    _, inside = _local_columns(targets, job.part)
+    chosen = torch.where(inside, (chosen - top) / job.temperature, torch.zeros_like(top))
     share = None
     if job.part.group is not None:
         rest, share, surprise, chosen = _combine_slices(
             (own - top) / job.temperature + rest, surprise, chosen, job.part.group
         )
     chosen = (chosen - rest).masked_fill_(targets.clamp(0, job.vocabulary - 1) != targets, -torch.inf)
-    return Statistics(chosen=chosen, top=top, rest=rest, share=share, entropy=surprise if entropy else None)
+    return Statistics(chosen=chosen, top=top, rest=rest, share=share, entropy=surprise if entropy else None), kept
+
+
+def _slice_statistics(
+    logits: Tensor, targets: Tensor, job: Job, entropy: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """([t] largest logit, [t] `rest`, [t] entropy, [t] logit of the target) of this slice alone, from its logits
+    [t, size]. The entropy is 0 if it is not requested, the target's logit arbitrary if it is outside."""
+    dtype = torch.promote_types(logits.dtype, torch.float32)
+    if not job.part.size:
+        none = logits.new_zeros(len(logits), dtype=dtype)
+        return torch.full_like(none, -torch.inf), none, none, none
+    top = logits.amax(1).to(dtype)
+    here, _ = _local_columns(targets, job.part)
+    return top, *_own_slice(logits, top, job, entropy), logits.gather(1, here[:, None])[:, 0].to(dtype)
 
 
 def _own_slice(logits: Tensor, top: Tensor, job: Job, entropy: bool) -> tuple[Tensor, Tensor]:
@@ -245,15 +313,6 @@ def _own_slice(logits: Tensor, top: Tensor, job: Job, entropy: bool) -> tuple[Te
             torch.linalg.vecdot(part, logs, out=mean)
     rest = -most.log_()  # the most likely token is at 0 in `logs`
     return rest, rest - expected if entropy else expected
-
-
-def _scaled_targets(logits: Tensor, targets: Tensor, top: Tensor, job: Job) -> Tensor:
-    """[T] (logit of the target − top) / temperature if the target is in this slice, else 0."""
-    if not job.part.size:
-        return torch.zeros_like(top)
-    here, inside = _local_columns(targets, job.part)
-    below = (logits.gather(1, here[:, None])[:, 0] - top) / job.temperature
-    return torch.where(inside, below, torch.zeros_like(top))
 
 
 def _combine_slices(logs: Tensor, surprise: Tensor, chosen: Tensor, group: dist.ProcessGroup) -> tuple[Tensor, ...]:

@@ -12,10 +12,9 @@ from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
-from engine.model.build import Computation, build_model, compute_logits, row_multiple
+from engine.model.build import Computation, build_model, compute_hidden, row_multiple, target_logprobs
 from engine.model.hf_weights import export_weights
 from engine.model.layout import Layout, make_layout
-from engine.model.logprobs import token_logprobs
 from engine.model.shape import ModelShape
 
 Load = Callable[[GPTModel], None]
@@ -72,7 +71,7 @@ class TriModel:
         frozen = self._frozen.get(name)
         if frozen is None or not layouts:
             return [None] * len(layouts)
-        return score_layouts(frozen.model(), layouts, self.temperature, self.shape.vocabulary)
+        return score_layouts(frozen.model(), layouts, self.temperature)
 
     def export(self, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor) pairs of this pipeline stage, each a copy on the host.
@@ -96,7 +95,7 @@ class TriModel:
         rank = parallel_state.get_context_parallel_rank()
         size = parallel_state.get_context_parallel_world_size()
         row = make_layout([(token_ids[:1], [token_ids[1:]])]).aligned(self._multiple).shard(rank, size).to(self.device)
-        (scores,) = score_layouts(self.policy, [row], 1.0, self.shape.vocabulary)
+        (scores,) = score_layouts(self.policy, [row], 1.0)
         if scores is None:
             return []
         return [float(value) for value in whole_row(scores, row).tolist()]
@@ -144,15 +143,13 @@ def _build_frozen(
 
 
 @torch.no_grad()
-def score_layouts(
-    model: GPTModel, layouts: Sequence[Layout], temperature: float, vocabulary: int
-) -> list[Tensor | None]:
+def score_layouts(model: GPTModel, layouts: Sequence[Layout], temperature: float) -> list[Tensor | None]:
     """Return the [T] log-probabilities of each layout's response tokens, from a forward-only pass. None on all pipeline
     stages but the last. Collective over the replica."""
 
     def forward(batches: Iterator[Layout], stage: GPTModel) -> tuple[Tensor, Callable[..., Tensor]]:
         batch = next(batches)
-        return compute_logits(stage, batch), partial(_target_logprobs, batch, temperature, vocabulary)
+        return compute_hidden(stage, batch), partial(_logprobs_only, model, batch, temperature)
 
     scores = get_forward_backward_func()(
         forward_step_func=forward,
@@ -178,5 +175,5 @@ def whole_row(scores: Tensor, row: Layout) -> Tensor:
     return whole
 
 
-def _target_logprobs(layout: Layout, temperature: float, vocabulary: int, out: Tensor, non_loss_data: bool) -> Tensor:
-    return token_logprobs(out, layout.targets, temperature, vocabulary, entropy=False)[0]
+def _logprobs_only(model: GPTModel, layout: Layout, temperature: float, out: Tensor, non_loss_data: bool) -> Tensor:
+    return target_logprobs(model, out, layout, temperature, entropy=False)[0]

@@ -24,9 +24,11 @@ default (0.92 in vLLM 0.32)."""
 CONTEXTS_GIB = 2.0
 """What trainer and instance hold of a shared device outside of their allocators, above all two contexts. An estimate.
 """
+LOGITS_BYTES = 2**30
+"""Most bytes of logits at a time. Their gradient takes their place (engine.model.logprobs)."""
 CHUNK_BYTES = 2**28
 CHUNKS = 3
-"""Log-probabilities are computed in chunks of `CHUNK_BYTES`, up to three at a time (engine.model.logprobs)."""
+"""Logits are processed in chunks of `CHUNK_BYTES`, up to three at a time (engine.model.logprobs)."""
 BUCKETS = 3
 """Number of buckets in memory during a weight sync: one is gathered, one written, one sent."""
 RECEIVED = 2
@@ -211,7 +213,7 @@ def _recomputed(shape: ModelShape, config: Config) -> str:
 
 
 def _peak(shape: ModelShape, config: Config, stage: int) -> Iterator[Term]:
-    """The peak on top of the activations: the logits with their gradient, or the backward pass of one layer."""
+    """The peak on top of the activations: the logits of some tokens, or the backward pass of one layer."""
     parallel = config.parallel
     size = BYTES[config.train.dtype]
     tokens = row_tokens(config)
@@ -221,10 +223,12 @@ def _peak(shape: ModelShape, config: Config, stage: int) -> Iterator[Term]:
     layer = tokens * (again + 4 * shape.intermediate // parallel.tensor) * size
     width = -(-shape.vocabulary // parallel.tensor)
     chunks = CHUNKS * min(CHUNK_BYTES, tokens * width * 4)
-    kept = max(size, BYTES["float32"] if config.model.head_dtype == "float32" else 0)
-    head = tokens * (2 * width * kept + 3 * shape.hidden * size) + chunks if stage == parallel.pipeline - 1 else 0
+    each = max(size, BYTES["float32"] if config.model.head_dtype == "float32" else 0)
+    logits = min(LOGITS_BYTES, tokens * width * each)
+    rounded = logits * size // each if each > size else 0  # their gradient, for its products
+    head = logits + rounded + tokens * 3 * shape.hidden * size + chunks if stage == parallel.pipeline - 1 else 0
     if head >= layer:
-        formula = f"{tokens:,} tokens × 2 × {width:,} × {kept} bytes, hidden states, fp32 chunks"
+        formula = f"{tokens:,} tokens × {width:,} × {each} bytes, 1 GiB at most, hidden states, fp32 chunks"
         yield Term("logits", head, formula)
     else:
         yield Term("one layer's backward", layer, f"{tokens:,} tokens × its elements × {size} bytes")

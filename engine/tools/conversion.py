@@ -131,11 +131,11 @@ def _redundant(name: str, files: Reader, shape: ModelShape) -> bool:
 
 
 def _ours(model: torch.nn.Module, ids: list[int]) -> Tensor:
-    from engine.model.build import compute_logits
+    from engine.model.build import compute_hidden, output_weight
     from engine.model.layout import make_layout
 
     with torch.no_grad():
-        return compute_logits(model, make_layout([(ids[:1], [ids[1:]])]))
+        return compute_hidden(model, make_layout([(ids[:1], [ids[1:]])])) @ output_weight(model).t()
 
 
 def _theirs(folder: Path, ids: list[int]) -> Tensor:

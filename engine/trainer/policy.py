@@ -18,9 +18,8 @@ from torch.profiler import record_function
 from engine.algorithm.losses import Terms
 from engine.config import Config
 from engine.errors import MetronomeError
-from engine.model.build import compute_logits
+from engine.model.build import compute_hidden, target_logprobs
 from engine.model.flops import peak_of, training_flops
-from engine.model.logprobs import token_logprobs
 from engine.model.routing import take_counts
 from engine.model.tri_model import TriModel, score_layouts
 from engine.platform import Platform
@@ -270,7 +269,7 @@ class Policy(Trainer):
         group."""
         models = self.models
         layouts = [scored.batch.layout for scored in window]
-        return score_layouts(models.policy, layouts, models.temperature, models.shape.vocabulary)
+        return score_layouts(models.policy, layouts, models.temperature)
 
     def _add_log_ratios(self, window: Sequence[Scored], found: Sequence[Tensor | None]) -> None:
         log_ratios = [
@@ -321,22 +320,23 @@ class Policy(Trainer):
     def _forward(
         self, window: Iterator[Scored], model: torch.nn.Module
     ) -> tuple[Tensor, partial[tuple[Tensor, Tensor, None]]]:
-        """Run Megatron's forward step. Return the micro-batch's logits and the function that computes its loss from
-        them."""
+        """Run Megatron's forward step. Return the micro-batch's hidden states and the function that computes its loss
+        from them."""
         scored = next(window)
         if self.ranks.feeds:
             layout = scored.batch.layout
             self.metrics.computed_tokens += layout.size
             self.metrics.operations += training_flops(self.models.shape, layout.segments) / layout.shards
             self.metrics.micro_batches += 1
-        return compute_logits(model, scored.batch.layout), partial(self._compute_loss, scored)
+        return compute_hidden(model, scored.batch.layout), partial(self._compute_loss, scored)
 
     def _compute_loss(self, scored: Scored, out: Tensor) -> tuple[Tensor, Tensor, None]:
         """Return the sum of the responses' losses, and 0 as Megatron's token count, because `reduce_gradients` does the
         division."""
         batch = scored.batch
-        shape = self.models.shape
-        logprobs, entropy = token_logprobs(out, batch.layout.targets, self.models.temperature, shape.vocabulary)
+        models = self.models
+        logprobs, entropy = target_logprobs(models.policy, out, batch.layout, models.temperature)
+        assert entropy is not None
         now = logprobs.detach()
         # a token that was not sampled has ratio 1, so that it counts in no figure
         old = torch.where(batch.sampled, self._old_logprobs(batch, logprobs, scored.old), now)

@@ -271,8 +271,7 @@ def build(
 
 def chosen(model: torch.nn.Module, groups: Groups, shared: bool) -> Tensor:
     """[T] log-probabilities of all response tokens, with gradients."""
-    from engine.model.build import compute_logits
-    from engine.model.logprobs import token_logprobs
+    from engine.model.build import compute_hidden, target_logprobs
 
     row = make_layout(groups, shared).to(next(model.parameters()).device)
-    return token_logprobs(compute_logits(model, row), row.targets, 1.0, entropy=False)[0]
+    return target_logprobs(model, compute_hidden(model, row), row, 1.0, entropy=False)[0]

@@ -100,7 +100,7 @@ class Scorer:
         {} on all but the last pipeline stage. A collective of the replica group.
         """
         rows = self._packing.rows(groups)
-        found = score_layouts(self._model, [row.layout for row in rows], self._temperature, self._shape.vocabulary)
+        found = score_layouts(self._model, [row.layout for row in rows], self._temperature)
         pieces: dict[tuple[int, int], Tensor] = {}
         for row, scores in zip(rows, found, strict=True):
             if scores is not None:

@@ -78,26 +78,28 @@ def run(case: Case, folder: Path) -> dict:
 
 
 def slice_errors() -> dict[str, float]:
-    """Largest errors of token_logprobs on this rank's slice of logits, against torch in fp64 on all of them."""
+    """Largest errors of token_logprobs on this rank's slice of the weight, against torch in fp64 on all of it."""
     rank = parallel_state.get_tensor_model_parallel_rank()
     size = parallel_state.get_tensor_model_parallel_world_size()
     errors = {}
     for tokens, vocabulary in ((13, 20), (13, 17), (13, 10), (13, 3), (1, 19), (0, 17)):  # of 20 columns
-        for temperature in (1.0, 0.7):
+        for temperature, chunk in ((1.0, None), (1.0, 4), (0.7, 4), (0.7, 13)):
             draw = torch.Generator().manual_seed(vocabulary)
-            logits = 3 * torch.randn(tokens, 20, generator=draw, dtype=torch.float64).float()
+            hidden, whole = (torch.randn(rows, 9, generator=draw, dtype=torch.float64) for rows in (tokens, 20))
             targets = torch.randint(vocabulary, (tokens,), generator=draw)
             of = torch.randn(2, tokens, generator=draw)
-            mine = logits.chunk(size, 1)[rank].clone().requires_grad_()
-            all_of_it = logits.double().requires_grad_()
-            ours = token_logprobs(mine, targets, temperature, vocabulary, chunk=4)
-            logs = torch.log_softmax(all_of_it[:, :vocabulary] / temperature, -1)
+            theirs_in = [one.clone().requires_grad_() for one in (hidden, whole)]
+            ours_in = [one.float().requires_grad_() for one in (hidden, whole.chunk(size)[rank])]
+            ours = token_logprobs(*ours_in, targets, temperature, vocabulary=vocabulary, chunk=chunk)
+            logs = torch.log_softmax((theirs_in[0] @ theirs_in[1].t())[:, :vocabulary] / temperature, -1)
             theirs = logs.gather(1, targets[:, None])[:, 0], -(logs.exp() * logs).sum(-1)
             for outputs in (ours, theirs):
                 sum((out * weight).sum() for out, weight in zip(outputs, of, strict=True)).backward()
-            pairs = zip((*ours, mine.grad), (*theirs, all_of_it.grad.chunk(size, 1)[rank]), strict=True)
-            gaps = torch.cat([torch.zeros(1), *((a.detach() - b.detach()).abs().flatten() for a, b in pairs)])
-            errors[f"{tokens} tokens, vocabulary {vocabulary}, temperature {temperature}"] = float(gaps.max())
+            found = (*ours, *(one.grad for one in ours_in))
+            wanted = (*theirs, theirs_in[0].grad, theirs_in[1].grad.chunk(size)[rank])
+            gaps = [(a.detach() - b.detach()).abs().flatten() for a, b in zip(found, wanted, strict=True)]
+            name = f"{tokens} tokens, vocabulary {vocabulary}, temperature {temperature}, chunk {chunk}"
+            errors[name] = float(torch.cat([torch.zeros(1), *gaps]).max())
     return errors
 
 

@@ -84,12 +84,12 @@ def assert_identical(found, expected):
 def logit_error(model, folder):
     from megatron.core.tensor_parallel import gather_from_tensor_model_parallel_region
 
-    from engine.model.build import compute_logits
+    from engine.model.build import compute_hidden, output_weight
     from engine.model.layout import make_layout
 
     theirs = torch.load(folder.with_suffix(".logits"))
     assert theirs.std() > 0.1
-    ours = compute_logits(model.eval(), make_layout([(IDS[:1], [IDS[1:]])]))
+    ours = compute_hidden(model.eval(), make_layout([(IDS[:1], [IDS[1:]])])) @ output_weight(model).t()
     return float((gather_from_tensor_model_parallel_region(ours)[:, :61] - theirs).abs().max())
 
 

@@ -107,7 +107,7 @@ def assert_counted(shapes, recompute):
 
 def kept_bytes(shape, recompute, tokens):
     """Bytes of all that a forward pass makes and that lives on after it, counted once per storage."""
-    from engine.model.build import Computation, build_model, compute_logits
+    from engine.model.build import Computation, build_model, compute_hidden
     from engine.model.layout import make_layout
 
     model = build_model(shape, Computation(recompute=recompute))
@@ -115,7 +115,7 @@ def kept_bytes(shape, recompute, tokens):
         torch.nn.init.normal_(parameter, std=0.02)
     parameters = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
     with Made() as made:
-        out = compute_logits(model, make_layout([(list(range(8)), [[1] * (tokens - 8)])]))
+        out = compute_hidden(model, make_layout([(list(range(8)), [[1] * (tokens - 8)])]))
     assert out.requires_grad
     alive = {place: size for place, (storage, size) in made.storages.items() if not storage.expired()}
     return sum(size for place, size in alive.items() if place not in parameters)
