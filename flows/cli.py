@@ -373,13 +373,12 @@ def deploy(
     rollout_pool: Annotated[str, typer.Option(help="work pool of rollout instances that join a run")] = "cpu",
     timezone: Annotated[
         str,
-        typer.Option(help="time zone of the schedules, e.g. Asia/Shanghai (default: as it was, else UTC)"),
+        typer.Option(help="time zone of the schedule, e.g. Asia/Shanghai (default: as it was, else UTC)"),
     ] = "",
     schedule: Annotated[
-        bool, typer.Option("--schedule", help="train every night at 22:00, evaluate every morning at 6:00")
+        bool, typer.Option("--schedule", help="train every night at 22:00 (default: the schedule stays as it is)")
     ] = False,
-    training: Annotated[str, typer.Option(help="cron line of a nightly training, instead of --schedule")] = "",
-    evaluation: Annotated[str, typer.Option(help="cron line of a nightly evaluation, instead of --schedule")] = "",
+    training: Annotated[str, typer.Option(help="cron line of the nightly training, instead of --schedule")] = "",
     npus: Annotated[
         int, typer.Option(help="NPUs of the cluster: slots of the limit ascend-npus; 0 leaves it as it is")
     ] = 0,
@@ -406,7 +405,7 @@ def deploy(
     without --schedule (or a cron line)."""
     recipe = _named(recipe)
     load_config(recipe, overrides)
-    from tasks.cluster.deploy import NIGHTLY_EVALUATION, NIGHTLY_TRAINING, Choices
+    from tasks.cluster.deploy import NIGHTLY_TRAINING, Choices
     from tasks.cluster.deploy import deploy_flows as make
 
     rows = make(
@@ -418,7 +417,6 @@ def deploy(
             rollout_pool=rollout_pool,
             timezone=timezone,
             training=training or (NIGHTLY_TRAINING if schedule else ""),
-            evaluation=evaluation or (NIGHTLY_EVALUATION if schedule else ""),
             npus=npus,
             cuda_devices=cuda_devices,
             cpu_slots=cpu_slots,

@@ -128,13 +128,14 @@ def _registered(found: Mapping[str, Any]) -> str:
 
 
 def _announce(run: EnteredRun) -> None:
-    training_finished(
-        recipe=run.recipe,
-        run=run.config.run.name,
-        policy=run.policy,
-        overrides=run.overrides,
-        pool_instances=run.pool_instances,
-    )
+    if POLICY.format(steps=run.config.train.steps) not in run.finished.done:
+        training_finished(
+            recipe=run.recipe,
+            run=run.config.run.name,
+            policy=run.policy,
+            overrides=run.overrides,
+            pool_instances=run.pool_instances,
+        )
     folder = RunFolder(run.config.folder)
     made = registered_policy(folder)
     champion = f"{made.name} version {made.version}" if made is not None and made.wins else ""

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
+from prefect.client.orchestration import get_client
 from prefect.runtime import deployment, flow_run
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
@@ -15,7 +17,6 @@ from engine.config import Config
 from engine.config.keys import flatten_keys
 from engine.config.recipe import load_config, override_keys, recipe_keys
 from engine.errors import BadInput
-from tasks.cluster.deployment_form import in_form_words, read_form
 from tasks.cluster.flow_run import name_flow_run
 from tasks.terminal import console
 
@@ -51,18 +52,10 @@ class Settings(BaseModel):
     benchmark: str | None = _key("evaluate.benchmark")
     experiment: str | None = _key("tracking.experiment")
 
-    def changed(self, shown: Mapping[str, Any]) -> list[str]:
-        """KEY=VALUE for each key that was given, in the form of `--set`. `shown`: the values that a form has filled in.
-
-        A form sends all its fields. Those that nobody changed are left out: the recipe has them, and may have been
-        edited since. A caller that sends only some fields has seen no form, so all of them count.
-        """
-        by_form = bool(shown) and set(shown) <= self.model_fields_set
-        return [
-            f"{type(self).model_fields[name].title}={value}"
-            for name, value in self
-            if value is not None and not (by_form and value == shown.get(name))
-        ]
+    @property
+    def given(self) -> list[str]:
+        """KEY=VALUE for each key that is filled in, in the form of `--set`."""
+        return [f"{type(self).model_fields[name].title}={value}" for name, value in self if value is not None]
 
 
 AS_RECIPE = Settings()
@@ -105,19 +98,26 @@ class Given:
 
 
 def given_keys(settings: Settings, overrides: Sequence[str]) -> Given:
-    """What was given in addition to the recipe. Outside of a deployment all of it is the run's.
+    """What was given in addition to the recipe. Outside of a deployment all of it is the run's. A row of the deploy's
+    overrides that is missing in the flow run's counts no more.
 
-    The deploy's overrides stay when a flow run replaces the list: they are the values that the form shows. Raises
-    BadInput if settings and overrides contradict each other.
+    Raises BadInput if settings and overrides of the run contradict each other.
     """
-    shown, of_deploy = read_form()
-    changed = settings.changed(shown)
-    more = [one for one in overrides if one not in of_deploy]
-    fields = override_keys(changed)
+    own = _deployed_overrides()
+    more = [one for one in overrides if one not in own]
+    fields = override_keys(settings.given)
     for key, value in override_keys(more).items():
         if fields.get(key, value) != value:
             raise BadInput(f"{key} is {fields[key]!r} in settings and {value!r} in overrides: leave one of them out")
-    return Given(of_deploy, [*changed, *more])
+    return Given([one for one in overrides if one in own], [*settings.given, *more])
+
+
+def _deployed_overrides() -> list[str]:
+    """The overrides of this flow run's deployment; none outside of one."""
+    if not deployment.id:
+        return []
+    with get_client(sync_client=True) as client:
+        return list(client.read_deployment(deployment.id).parameters.get("overrides", ()))
 
 
 def check_start(given: Given, start: str) -> None:
@@ -144,6 +144,16 @@ def named_run(given: Given, recipe: str, settings: Settings) -> Given:
     if not deployment.id or not own or "run.name" in {**recipe_keys(recipe), **override_keys(given.all)}:
         return given
     return replace(given, run=[f"run.name={run_name(settings, given.all)}", *given.run])
+
+
+def in_form_words(text: str) -> str:
+    """A message for the command line, in the words of the form of a deployment."""
+    text = re.sub(r"give another --set run\.name=NAME", "give another run.name in settings", text)
+    text = re.sub(r"by --set run\.name=NAME", "by run.name in settings", text)
+    text = re.sub(r"^--set: ", "settings and overrides: ", text)
+    text = re.sub(r"--set (?=\S+=)", "the override ", text)
+    text = text.replace("with --set", "in overrides").replace("--set", "an override")
+    return text.replace("--resume", "resume")
 
 
 @contextmanager

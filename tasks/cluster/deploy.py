@@ -25,20 +25,19 @@ import httpx
 import yaml
 from prefect.client.orchestration import get_client
 from prefect.client.schemas.actions import WorkPoolCreate
-from prefect.client.schemas.objects import DeploymentSchedule
+from prefect.client.schemas.filters import DeploymentFilter, DeploymentFilterName
+from prefect.client.schemas.responses import DeploymentResponse
 from prefect.client.schemas.schedules import CronSchedule
-from prefect.exceptions import ObjectNotFound, PrefectHTTPStatusError
+from prefect.exceptions import PrefectHTTPStatusError
 from prefect.settings import get_current_settings
 from prefect.utilities.schema_tools.validation import validate
 from pydantic import TypeAdapter, ValidationError
 
-from engine.config import Config
 from engine.config.recipe import HOME, load_config
 from engine.config.table import Table
 from engine.errors import BadInput, MetronomeError, without_password
 from engine.types import JsonObject
 from tasks.cluster import alerts, watchdog
-from tasks.cluster.deployment_form import show_recipe
 from tasks.cluster.devices import CPU_SLOTS, CUDA_DEVICES, NPUS, OPTIONS, UNCOUNTED, visible_cuda_devices
 from tasks.cluster.prefect_api import CLIENT_AUTH
 from tasks.terminal.console import DEPLOY, named_deployment, own_program
@@ -132,33 +131,27 @@ def _mount(pod: JsonObject, mounts: Mapping[str, str]) -> None:
 
 FILE = HOME / "infra/prefect.yaml"
 """The file with the deployments."""
-TRAINING = ("pipeline", "nightly", "train", "evaluate", "nightly-evaluation", "join-training")
+TRAINING = ("pipeline", "nightly", "train", "evaluate", "join-training")
 """Deployments on the training pool. Their runs start rollout instances, and trainer ranks unless they only evaluate."""
-WITH_ROLLOUTS = ("pipeline", "nightly", "train", "evaluate", "nightly-evaluation")
+WITH_ROLLOUTS = ("pipeline", "nightly", "train", "evaluate")
 """Deployments of the training pool that can take instances from the rollout pool."""
 ROLLOUTS = "serve-rollouts"
 DEPLOY_S = 900.0
 """Time limit of `prefect deploy` in seconds; it takes 2 s on an idle machine."""
 
 
-FLOWS = {"pipeline": "metronome"}
-"""Names of flows that differ from the function's."""
+NIGHTLY = "nightly"
+"""The deployment with a schedule."""
 NAME = r"[A-Za-z0-9][A-Za-z0-9_-]{0,60}"
 """Values of --name."""
 ADDRESSES = ("MLFLOW_TRACKING_URI", "AWS_ENDPOINT_URL")
 """Variables that flow runs get from the shell that deploys."""
 NIGHTLY_TRAINING = "0 22 * * *"
-NIGHTLY_EVALUATION = "0 6 * * *"
-"""Cron lines of --schedule."""
+"""The cron line of --schedule."""
 LIMITS = 200
 """Number of limits that Prefect gives in one reply."""
-BEFORE = (
-    *("metronome: resume a crashed run", "metronome: a run is silent", "metronome: a run does not begin"),
-    *("metronome: a process does not begin", "metronome: a run crashes again and again"),
-)
-"""Automations that deploys of before made; the watchdog does their work."""
 UTC = "Etc/UTC"
-"""Time zone of new schedules."""
+"""Time zone of a new schedule."""
 
 
 @dataclass(frozen=True)
@@ -172,11 +165,9 @@ class Choices:
     rollout_pool: str = "cpu"
     """Work pool of rollout instances that join a run."""
     timezone: str = ""
-    """Time zone of the schedules (IANA name); empty: the one that they have on the server, else `UTC`."""
+    """Time zone of the schedule (IANA name); empty: the one that it has on the server, else `UTC`."""
     training: str = ""
-    """Cron line of the nightly training; empty: no schedule."""
-    evaluation: str = ""
-    """Cron line of the nightly evaluation; empty: no schedule."""
+    """Cron line of the nightly training; empty: the schedule on the server stays, if there is one."""
     npus: int = 0
     """Slots of the limit ascend-npus; 0 leaves the limit as it is."""
     cuda_devices: int = 0
@@ -210,27 +201,22 @@ def deploy_flows(recipe: str, overrides: Sequence[str], choices: Choices) -> dic
     templates = {
         name: read_template(name, known) for name in sorted({one["work_pool"]["name"] for one in tree["deployments"]})
     }
-    config = load_config(recipe, list(overrides))
+    load_config(recipe, list(overrides))
     server = _server()
-    _keep_timezones(tree)
     try:
-        return {"Prefect server": server, **_change_server(tree, templates, config, choices)}
+        return {"Prefect server": server, **_change_server(tree, templates, choices)}
     except (httpx.HTTPError, MetronomeError) as error:
         raise MetronomeError(f"{error}\nRepair: the same command once more, when the server answers") from error
 
 
 def _change_server(
-    tree: Mapping[str, Any],
-    templates: Mapping[str, tuple[str, JsonObject]],
-    config: Config,
-    choices: Choices,
+    tree: Mapping[str, Any], templates: Mapping[str, tuple[str, JsonObject]], choices: Choices
 ) -> dict[str, str]:
+    _keep_timezone(tree)
     _make_pools(templates)
     limits = _set_limits(choices, templates[choices.pool][0])
     _deploy(tree)
-    show_recipe({one["name"]: one["entrypoint"] for one in tree["deployments"]}, config)
-    rows = {one["name"]: _row(one) for one in tree["deployments"]}
-    alerts.remove_automations(BEFORE)
+    rows = {name: _row(one) for name, one in _on_server(tree).items()}
     made = [trigger["name"] for one in tree["deployments"] for trigger in one.get("triggers", ())]
     if choices.notify:
         made += alerts.install_alerts(choices.notify, _notify_format(choices), choices.notify_wait)
@@ -249,7 +235,6 @@ def read_deployments(recipe: str, overrides: Sequence[str], choices: Choices) ->
     filled in. Raises BadInput."""
     _check(choices)
     tree: JsonObject = yaml.safe_load(FILE.read_text())
-    crons = {"nightly": choices.training, "nightly-evaluation": choices.evaluation}
     for one in tree["deployments"]:
         name = one["name"]
         if "recipe" in one.get("parameters", ()):
@@ -260,11 +245,9 @@ def read_deployments(recipe: str, overrides: Sequence[str], choices: Choices) ->
             one["work_pool"]["name"] = choices.pool
         if name == ROLLOUTS:
             one["work_pool"]["name"] = choices.rollout_pool
-        if name in crons:
-            [schedule] = one["schedules"]
-            one["schedules"] = (
-                [schedule | {"cron": crons[name], "timezone": choices.timezone, "active": True}] if crons[name] else []
-            )
+        if name == NIGHTLY:
+            changed = {"cron": choices.training, "timezone": choices.timezone, "active": True}
+            one["schedules"] = [schedule | changed for schedule in one["schedules"] if choices.training]
         one["work_pool"]["job_variables"] = {"env": _worker_environment(choices, one["work_pool"]["name"])}
         if choices.name:
             _rename(one, choices.name)
@@ -305,14 +288,13 @@ def _check(choices: Choices) -> None:
         raise BadInput(
             f"--timezone {choices.timezone}: no such time zone; expected a name such as Asia/Shanghai"
         ) from None
-    for option, cron in (("--training", choices.training), ("--evaluation", choices.evaluation)):
-        try:
-            CronSchedule(cron=cron or NIGHTLY_TRAINING)
-        except ValidationError:
-            raise BadInput(
-                f'{option} "{cron}": not a cron line; expected minute, hour, day, month and weekday, for example '
-                f'"{NIGHTLY_TRAINING}" for every day at 22:00'
-            ) from None
+    try:
+        CronSchedule(cron=choices.training or NIGHTLY_TRAINING)
+    except ValidationError:
+        raise BadInput(
+            f'--training "{choices.training}": not a cron line; expected minute, hour, day, month and weekday, for '
+            f'example "{NIGHTLY_TRAINING}" for every day at 22:00'
+        ) from None
     _notify_format(choices)
     counts = {OPTIONS[limit]: slots for limit, slots in choices.limits.items()}
     for option, count in (*counts.items(), ("--on-rollout-pool", choices.on_rollout_pool)):
@@ -382,32 +364,25 @@ def _set_limits(choices: Choices, kind: str) -> str:
     return ", ".join(found)
 
 
-def _keep_timezones(tree: Mapping[str, Any]) -> None:
-    """Fill in the time zones of schedules for which none was chosen: the one that the deployment has on the server,
-    else that of this name's other schedule."""
-    zones = {
-        one["name"]: found.schedule.timezone
-        for one in tree["deployments"]
-        for found in (_schedules_of(one) if "schedules" in one else ())
-        if isinstance(found.schedule, CronSchedule) and found.schedule.timezone
-    }
+def _keep_timezone(tree: Mapping[str, Any]) -> None:
+    """Fill in the time zone of a schedule for which none was chosen: the one that the deployment has on the server."""
+    there = _on_server(tree)
     for one in tree["deployments"]:
+        known = there[one["name"]].schedules if one["name"] in there else []
+        zones = [found.schedule.timezone for found in known if isinstance(found.schedule, CronSchedule)]
         for schedule in one.get("schedules", ()):
-            schedule["timezone"] = schedule["timezone"] or zones.get(one["name"]) or next(iter(zones.values()), UTC)
+            schedule["timezone"] = schedule["timezone"] or next(filter(None, zones), UTC)
 
 
-def _schedules_of(one: Mapping[str, Any]) -> list[DeploymentSchedule]:
-    """The schedules that a deployment has on the server; none if the server has no such deployment."""
+def _on_server(tree: Mapping[str, Any]) -> dict[str, DeploymentResponse]:
+    """The deployments as the server has them, by name."""
+    entrypoints = {one["name"]: one["entrypoint"] for one in tree["deployments"]}
+    wanted = DeploymentFilter(name=DeploymentFilterName(any_=list(entrypoints)))
     with get_client(sync_client=True) as client:
-        try:
-            return client.read_deployment_schedules(client.read_deployment_by_name(_full_name(one)).id)
-        except ObjectNotFound:
-            return []
-
-
-def _full_name(one: Mapping[str, Any]) -> str:
-    flow = one["entrypoint"].rpartition(".")[2]
-    return f"{FLOWS.get(flow, flow).replace('_', '-')}/{one['name']}"
+        found = {one.name: one for one in client.read_deployments(deployment_filter=wanted)}
+    return {
+        name: found[name] for name, place in entrypoints.items() if name in found and found[name].entrypoint == place
+    }
 
 
 def _deploy(tree: Mapping[str, Any]) -> None:
@@ -431,24 +406,16 @@ def _reason(output: str) -> str:
     return "\n".join(lines[first:])[-2000:]
 
 
-def _row(one: Mapping[str, Any]) -> str:
-    """What a deployment on the server does. Schedules that it should not have are deleted: Prefect's own command leaves
-    earlier ones if there is none now."""
-    flow = one["entrypoint"].rpartition(".")[2]
-    when = []
-    if "schedules" in one:
-        wanted = {each["slug"] for each in one["schedules"]}
-        with get_client(sync_client=True) as client:
-            deployment = client.read_deployment_by_name(_full_name(one)).id
-            for found in client.read_deployment_schedules(deployment):
-                if found.slug not in wanted:
-                    client.delete_deployment_schedule(deployment, found.id)
-                    continue
-                cron = found.schedule
-                what = f"{cron.cron} {cron.timezone}" if isinstance(cron, CronSchedule) else str(cron)
-                when.append(f", {what}{'' if found.active else ' (paused)'}")
-        when = when or [", no schedule (--schedule adds one)"]
-    return f"{flow} on {one['work_pool']['name']}{''.join(when)}"
+def _row(one: DeploymentResponse) -> str:
+    """What a deployment on the server does."""
+    when = [
+        f", {found.schedule.cron} {found.schedule.timezone}{'' if found.active else ' (paused)'}"
+        for found in one.schedules
+        if isinstance(found.schedule, CronSchedule)
+    ]
+    if NIGHTLY in one.tags and not when:
+        when = [", no schedule (--schedule adds one)"]
+    return f"{str(one.entrypoint).rpartition('.')[2]} on {one.work_pool_name}{''.join(when)}"
 
 
 def _who_resumes() -> str:

@@ -22,7 +22,6 @@ from support.listening import listening
 from support.runs import ROOT, overrides, wait_for
 from support.stack import BUCKET
 from tasks.cluster import alerts
-from tasks.cluster.deploy import BEFORE
 from tasks.cluster.prefect_api import post_json
 from tasks.cluster.watchdog import PENDING_S
 
@@ -109,10 +108,6 @@ def deployed(start_worker, environment, tiny_model, problems, tmp_path_factory, 
         "checkpoint.path": f"s3://{BUCKET}/checkpoints",
     }
     sets = [part for override in overrides(small) for part in ("--set", override)]
-    trigger = {"type": "event", "expect": ["nothing"], "posture": "Reactive", "threshold": 1, "within": 0}
-    actions = [{"type": "do-nothing"}]
-    old = {"name": BEFORE[0], "trigger": trigger, "actions": actions}
-    post_json(f"{environment['PREFECT_API_URL']}/automations/", old)
     for _ in range(2):
         said = call(
             [*METRONOME, "deploy", *sets, "--schedule", "--timezone", "Asia/Shanghai", "--npus", "16"],
@@ -121,8 +116,6 @@ def deployed(start_worker, environment, tiny_model, problems, tmp_path_factory, 
         assert messages[0] not in said
         assert "nightly" in said
         assert "Asia/Shanghai" in said
-    automations = post_json(f"{environment['PREFECT_API_URL']}/automations/filter", {})
-    assert [one["name"] for one in automations if one["name"] in BEFORE] == []
     start_worker("cpu", "day")
     return environment["PREFECT_API_URL"], overrides(small), folder
 
@@ -132,7 +125,7 @@ def test_a_second_deploy_makes_nothing_twice(deployed, environment):
     api, *_ = deployed
     deployments = [one["name"] for one in post_json(f"{api}/deployments/filter", {})]
     assert sorted(deployments) == sorted(set(deployments))
-    assert len(deployments) == 9
+    assert len(deployments) == 8
     automations = [one["name"] for one in post_json(f"{api}/automations/filter", {})]
     assert sorted(automations) == sorted(set(automations))
     [nightly] = [one for one in post_json(f"{api}/deployments/filter", {}) if one["name"] == "nightly"]
@@ -143,7 +136,7 @@ def test_a_second_deploy_makes_nothing_twice(deployed, environment):
         for one in post_json(f"{api}/deployments/filter", {})
         if one["global_concurrency_limit"]
     }
-    assert at_once == {"nightly": 1, "evaluate": 1, "nightly-evaluation": 1}
+    assert at_once == {"nightly": 1, "evaluate": 1}
     assert nightly["concurrency_options"]["collision_strategy"] == "ENQUEUE"  # the next one waits, it is not cancelled
     assert nightly["concurrency_options"]["grace_period_seconds"] > PENDING_S
     limits = post_json(f"{api}/v2/concurrency_limits/filter", {})
@@ -152,7 +145,7 @@ def test_a_second_deploy_makes_nothing_twice(deployed, environment):
 
 
 def _check_two_names(api, environment):
-    """A second name leaves the first alone, and a deploy without a schedule removes its own earlier ones."""
+    """A second name leaves the first alone, and a deploy without a schedule leaves its own earlier one."""
 
     def crons():
         found = post_json(f"{api}/deployments/filter", {})
@@ -165,21 +158,19 @@ def _check_two_names(api, environment):
     before = crons()
     other = [*METRONOME, "deploy", "--name", "other"]
     said = call([*other, "--schedule", "--timezone", "Asia/Tokyo"], environment)
-    assert "0 6 * * * Asia/Tokyo" in said
+    assert "0 22 * * * Asia/Tokyo" in said
     assert "runs on a CPU NOT counted (--cpu-slots N)" in said
     assert crons()["other-nightly"] == ["0 22 * * *"]
     said = call([*other, "--training", "30 1 * * *"], environment)
-    assert "30 1 * * *" in said
-    assert "0 6 * * *" not in said
-    assert zones() == {"Asia/Tokyo"}  # kept, since none is given
-    assert (crons()["other-nightly"], crons()["other-nightly-evaluation"]) == (["30 1 * * *"], [])
+    assert "30 1 * * * Asia/Tokyo" in said  # kept, since no zone is given
     bad = subprocess.run(
-        [*other, "--evaluation", "0 25 * * *"], env=environment, cwd=ROOT, capture_output=True, text=True
+        [*other, "--training", "0 25 * * *"], env=environment, cwd=ROOT, capture_output=True, text=True
     )
-    assert (bad.returncode, "--evaluation" in bad.stderr) == (2, True)
-    assert crons()["other-nightly"] == ["30 1 * * *"]
-    call(other, environment)
-    assert crons() == {**before, **{f"other-{name}": [] for name in before}}
+    assert (bad.returncode, "--training" in bad.stderr) == (2, True)
+    said = call([*other, "--set", "train.steps=6"], environment)
+    assert "30 1 * * * Asia/Tokyo" in said
+    assert crons() == {**before, **{f"other-{name}": [] for name in before}, "other-nightly": ["30 1 * * *"]}
+    assert zones() == {"Asia/Tokyo"}
 
 
 def test_the_form_of_a_deployment(deployed):
@@ -191,9 +182,8 @@ def test_the_form_of_a_deployment(deployed):
     settings = schema["definitions"]["Settings"]["properties"]
     assert all(field["description"] and field["title"] for field in settings.values())
     assert {"type": "integer", "exclusiveMinimum": 0} in settings["steps"]["anyOf"]
-    assert settings["steps"]["default"] == 2  # the deployed recipe's
-    assert settings["group_size"]["default"] == 4
-    assert settings["name"]["default"] is None  # each run has its own
+    assert {field["default"] for field in settings.values()} == {None}  # as in the recipe or its rows of overrides
+    assert {"train.steps=2", "rollout.group_size=4"} <= set(pipeline["parameters"]["overrides"])
     assert settings["mode"]["anyOf"][0]["enum"] == ["sync", "periodic", "one_step_off", "bounded"]
 
 
@@ -216,7 +206,6 @@ def test_a_run_from_the_form_to_its_evaluation(deployed, environment, tiny_model
     with listening() as seen:
         train(environment, "metronome/pipeline", 400, settings={"name": "day", "learning_rate": 0.001})
         flow_run = wait_for_runs(api, "pipeline", "COMPLETED")["id"]
-        wait_for_runs(api, "evaluate", "COMPLETED", of="day")  # nobody asked for it: the automation did
     _check_sockets(seen)
     steps = [json.loads(line) for line in (folder / "day/steps.jsonl").read_text().splitlines()]
     assert [row["step"] for row in steps] == [0, 1]
@@ -227,7 +216,7 @@ def test_a_run_from_the_form_to_its_evaluation(deployed, environment, tiny_model
     assert run.data.tags["prefect.flow_run_id"] == flow_run  # the training's, also after the evaluation
     _check_artifacts(api, flow_run, run)
     assert flow_runs(api, "pipeline")[flow_run]["name"] == "day"
-    assert [row["name"] for row in flow_runs(api, "evaluate").values()] == ["evaluation of day"]
+    assert "day" not in [row["parameters"].get("run") for row in flow_runs(api, "evaluate").values()]  # it has its own
     story = "\n".join(_logs(api, flow_run))
     for line in ("prepare data ...", "evaluate     ", "train        1/2 steps", "train        2 steps", "Run day\n"):
         assert line in story, line

@@ -14,7 +14,7 @@ from tasks.cluster.prefect_api import post_json
 pytestmark = [pytest.mark.stack, pytest.mark.slow, pytest.mark.timeout(900)]
 
 DEPLOY = [sys.executable, "-m", "flows.cli", "deploy", "--name", "kept"]
-CHANGES = ["--set", "train.steps=7", "--evaluation", "30 3 * * *", "--notify", "http://127.0.0.1:9/hook"]
+CHANGES = ["--set", "train.steps=7", "--training", "30 3 * * *", "--notify", "http://127.0.0.1:9/hook"]
 
 
 @pytest.fixture
@@ -46,5 +46,4 @@ def test_the_same_command_repairs_a_deploy_that_failed_midway(environment, proxy
         one["name"]: one for one in patiently(post_json, f"{environment['PREFECT_API_URL']}/deployments/filter", {})
     }
     assert there["kept-nightly"]["parameters"]["overrides"] == ["train.steps=7"]
-    assert there["kept-nightly"]["schedules"] == []
-    assert [one["schedule"]["cron"] for one in there["kept-nightly-evaluation"]["schedules"]] == ["30 3 * * *"]
+    assert [one["schedule"]["cron"] for one in there["kept-nightly"]["schedules"]] == ["30 3 * * *"]

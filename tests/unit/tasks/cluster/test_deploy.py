@@ -20,18 +20,18 @@ def deployments(*overrides, recipe=RECIPE, **choices):
 
 def test_choices_reach_the_deployments():
     pools = {"pool": "ascend-train", "rollout_pool": "ascend-rollout"}
-    night = {"timezone": "Asia/Shanghai", "training": "30 1 * * *", "evaluation": ""}
+    night = {"timezone": "Asia/Shanghai", "training": "30 1 * * *"}
     found = deployments("train.steps=3", recipe="mine.toml", **pools, **night)
     given = [one["parameters"] for name, one in found.items() if name != "join-training"]
     assert {(one["recipe"], *one["overrides"]) for one in given} == {("mine.toml", "train.steps=3")}
-    trains = ("pipeline", "nightly", "train", "evaluate", "nightly-evaluation", "join-training")
+    trains = ("pipeline", "nightly", "train", "evaluate", "join-training")
     wanted = dict.fromkeys(trains, "ascend-train") | {"prepare": "cpu", "convert": "cpu"}
     assert {name: one["work_pool"]["name"] for name, one in found.items()} == wanted | {
         "serve-rollouts": "ascend-rollout"
     }
     [nightly] = found["nightly"]["schedules"]
     assert (nightly["cron"], nightly["timezone"], nightly["active"]) == ("30 1 * * *", "Asia/Shanghai", True)
-    assert found["nightly-evaluation"]["schedules"] == []
+    assert deployments()["nightly"]["schedules"] == []  # what the server has stays
     assert found["nightly"]["parameters"]["continue_from"] == "nightly"
     assert {name for name, one in found.items() if TAG in one["tags"]} == {*trains}  # resumed after a crash
     # a limit on the queue `default` must not hold back the nodes of a run that has begun
@@ -41,7 +41,7 @@ def test_choices_reach_the_deployments():
 
 def test_scheduled_runs_take_their_instances_from_the_rollout_pool():
     """Nobody fills in a form for them; the evaluation that follows a training takes as many as that one did."""
-    for count, wanted in ((4, ("pipeline", "nightly", "train", "evaluate", "nightly-evaluation")), (0, ())):
+    for count, wanted in ((4, ("pipeline", "nightly", "train", "evaluate")), (0, ())):
         found = deployments(on_rollout_pool=count)
         given = {name: one.get("parameters", {}).get("on_rollout_pool") for name, one in found.items()}
         assert {name: there for name, there in given.items() if there is not None} == dict.fromkeys(wanted, count)
@@ -66,7 +66,7 @@ def test_every_entrypoint_is_a_flow_with_these_parameters():
     [
         (Choices(timezone="Mars/Olympus"), "Mars/Olympus"),
         (Choices(training="0 25 * * *"), "--training"),
-        (Choices(evaluation="every day"), "--evaluation"),
+        (Choices(training="every day"), '--training "every day": not a cron line'),
         (Choices(name="a/b"), "--name a/b"),
         (Choices(npus=-1), "--npus -1"),
         (Choices(cuda_devices=-1), "--cuda-devices -1"),

@@ -1,4 +1,4 @@
-"""The form of a deployment, against Prefect's schema of a real flow; tests/stack has the server."""
+"""The parameters of a flow run as the form of a deployment sends them; tests/stack has the server."""
 
 import pytest
 
@@ -8,23 +8,28 @@ from engine.errors import BadInput
 from engine.run.folder import dump_config
 from flows import settings as flow_settings
 from flows import stages
-from flows.settings import Given, Settings, check_start, given_keys
-from tasks.cluster.deployment_form import in_form_words
+from flows.settings import Given, Settings, check_start, given_keys, in_form_words
 
 
-def test_a_setting_that_is_given_counts(monkeypatch):
-    """A form sends all fields, and those that nobody changed are as in the recipe, which may have been edited since. A
-    caller sends only its own, which count even if the form shows the same. The deploy's overrides stay below both."""
-    shown = {"steps": 7, "group_size": 8}
-    monkeypatch.setattr(flow_settings, "read_form", lambda: (shown, ["train.steps=7"]))
-    caller = given_keys(Settings(name="try", steps=7), ["evaluate.problems=64"])
-    assert caller.deploy == ["train.steps=7"]
-    assert caller.run == ["run.name=try", "train.steps=7", "evaluate.problems=64"]
-    form = given_keys(Settings(name=None, steps=7, group_size=4), [])
-    assert form.all == ["train.steps=7", "rollout.group_size=4"]  # also with the deploy's list emptied
-    changed = given_keys(Settings(steps=9, group_size=8), ["train.steps=7"])
-    assert changed.all == ["train.steps=7", "train.steps=9"]
-    assert load_config("infra/recipes/quickstart.toml", changed.all).train.steps == 9
+@pytest.mark.parametrize(
+    ("settings", "rows", "all_keys"),
+    [
+        (Settings(), ["train.steps=7", "checkpoint.every=2"], ["train.steps=7", "checkpoint.every=2"]),
+        (Settings(), ["train.steps=7"], ["train.steps=7"]),  # a row was deleted
+        (Settings(), [], []),
+        (
+            Settings(),
+            ["train.steps=8", "checkpoint.every=2"],
+            ["checkpoint.every=2", "train.steps=8"],
+        ),  # one was edited
+        (Settings(steps=9), ["train.steps=7"], ["train.steps=7", "train.steps=9"]),  # the last counts
+        (Settings(name="try", steps=7), ["a.b=1"], ["run.name=try", "train.steps=7", "a.b=1"]),
+    ],
+)
+def test_what_the_form_shows_is_what_runs(monkeypatch, settings, rows, all_keys):
+    """Prefect fills in the parameters of the deployment; what a person deletes there is gone."""
+    monkeypatch.setattr(flow_settings, "_deployed_overrides", lambda: ["train.steps=7", "checkpoint.every=2"])
+    assert given_keys(settings, rows).all == all_keys
 
 
 def test_a_run_says_where_its_settings_come_from(monkeypatch, capsys):
@@ -54,7 +59,7 @@ def test_a_refusal_speaks_of_the_form(overrides, said):
 
 
 def test_settings_that_contradict_each_other_are_refused(monkeypatch):
-    monkeypatch.setattr(flow_settings, "read_form", lambda: ({"steps": 7}, ["train.steps=7"]))
+    monkeypatch.setattr(flow_settings, "_deployed_overrides", lambda: ["train.steps=7"])
     with pytest.raises(BadInput, match=r"train.steps is 9 in settings and 8 in overrides"):
         given_keys(Settings(steps=9), ["train.steps=7", "train.steps=8"])
     same = given_keys(Settings(steps=9, model="mine"), ["train.steps=9"])
@@ -68,7 +73,7 @@ def test_instances_of_a_run_get_no_key_of_the_deploy(monkeypatch, tmp_path, tiny
     """A run that goes on from its last policy has another model than the deploy."""
     config = tmp_path / "config.toml"
     dump_config(Config(model={"path": str(tiny_model)}, run={"output": str(tmp_path)}), config)
-    monkeypatch.setattr(flow_settings, "read_form", lambda: ({}, ["model.path=another", "run.output=elsewhere"]))
+    monkeypatch.setattr(flow_settings, "_deployed_overrides", lambda: ["model.path=another", "run.output=elsewhere"])
     served = []
     monkeypatch.setattr(stages, "serve_until_the_run_ends", lambda config, *_: served.append(config))
     stages.serve_rollouts.fn(join="somewhere", config=str(config))
