@@ -353,7 +353,8 @@ class Mirror:
             ends = dict.fromkeys((rows[0]["step"], rows[-1]["step"]))
             yield f"metrics of step {' to '.join(map(str, ends))}", partial(self._log_steps, rows)
             self._rows = []
-        if load := list(self._load):
+        if (load := list(self._load)) and (whole or self._begun or self._stepped):
+            # MLflow shows first what was logged first
             yield "system metrics", partial(self._log, load)
             self._load = self._load[len(load) :]
         for row in rows_of(self._folder):

@@ -20,6 +20,7 @@ from engine.run.served_model import FETCH, MODELS, REGISTERED
 from tasks.terminal.console import named_deployment, say
 from tasks.terminal.progress_display import fetched, show_progress
 from tasks.tracking.mirror import clean_name
+from tasks.tracking.mlflow_model import policy_folder
 from tasks.tracking.store import STORE_ERRORS, first_line, retry_while_away, whole_store
 from tasks.tracking.tracked_run import quote_name, shown_uri, tracking_uri
 
@@ -165,7 +166,7 @@ def _fetched(config: Config, version: ModelVersion) -> Path:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=folder.parent, prefix=FETCH) as scratch:
             with show_progress("start", fetched(f"{version.name} version {version.version}", Path(scratch))):
-                got = Path(_downloaded(config, version, scratch))
+                got = policy_folder(Path(_downloaded(config, version, scratch)))
             (got / REGISTERED).write_text(f"{REGISTRY}{version.name}/{version.version}\n")
             try:
                 got.rename(folder)

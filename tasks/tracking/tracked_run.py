@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import re
 import shlex
+import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -27,6 +28,7 @@ from tasks.attempt import run_folder
 from tasks.terminal.console import own_program, print_error
 from tasks.terminal.progress_display import copied, show_progress, since_now
 from tasks.tracking.mirror import Mirror, MirrorThread
+from tasks.tracking.mlflow_model import model_files
 from tasks.tracking.others import CLOSE_S, OtherTrackers, check_others
 from tasks.tracking.store import (
     STORE_ERRORS,
@@ -262,7 +264,8 @@ def _unusable(config: Config, error: Exception) -> BadInput:
 
 
 def register_version(name: str, policy: Path) -> str:
-    """Store a Hugging Face folder in the active run and register it as a version of model `name`; returns the version.
+    """Store a Hugging Face folder in the active run as a model of MLflow (tasks.tracking.mlflow_model), and register it
+    as a version of model `name`; returns the version.
 
     A repeated call, for example after a kill, returns the first call's version: the run's version with this content.
     """
@@ -291,11 +294,12 @@ def quote_name(name: str) -> str:
 
 
 def _upload(client: mlflow.MlflowClient, run_id: str, policy: Path) -> None:
-    """Store the files of a folder as the artifacts `policy/`, one after the other, and show the progress."""
+    """Store the model as the artifacts `policy/`, one file after the other, and show the progress."""
     sizes: list[int] = []
-    with show_progress("register", copied("uploaded to MLflow", lambda: sum(sizes), folder_size(policy))):
-        for path in sorted(path for path in policy.rglob("*") if path.is_file()):
-            client.log_artifact(run_id, str(path), str("policy" / path.parent.relative_to(policy)))
+    shown = show_progress("register", copied("uploaded to MLflow", lambda: sum(sizes), folder_size(policy)))
+    with tempfile.TemporaryDirectory(prefix="metronome-") as scratch, shown:
+        for path, place in model_files(policy, Path(scratch)):
+            client.log_artifact(run_id, str(path), str(Path("policy", place)))
             sizes.append(path.stat().st_size)
 
 

@@ -67,7 +67,7 @@ def finished(output, name, right, **evaluate):
     folder = RunFolder(config.folder)
     folder.create(config, resume=False)
     folder.policy.mkdir()
-    (folder.policy / "config.json").write_text("{}")
+    (folder.policy / "config.json").write_text('{"architectures": ["Qwen3ForCausalLM"]}')
     dump_config(config, folder.config)
     for model, version, counts in ((output / "base", 0, [0] * len(right)), (folder.policy, 2, right)):
         record(config, folder, Subject(str(model.resolve()), version), counts, seconds=1.0)

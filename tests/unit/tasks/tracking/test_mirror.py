@@ -14,6 +14,7 @@ import mlflow
 import psutil
 import pytest
 import requests
+from mlflow.system_metrics.system_metrics_monitor import SystemMetricsMonitor
 
 from engine.config import Config, Data, Run, Tracking, Train
 from engine.errors import BadInput
@@ -432,3 +433,16 @@ def test_each_figure_is_there_once_after_kills_at_any_moment(output):
     assert [row["step"] for row in read_lines(folder.steps)] == list(range(60))
     assert len(history(run.info.run_id)) == len(history(run.info.run_id, "step_s"))
     assert run.info.status == "FINISHED"
+
+
+def test_the_machines_load_is_logged_after_a_figure_of_the_run(config):
+    """MLflow's pages show first what was logged first."""
+    run = tracked_run.create_run(config)
+    mlflow.end_run()
+    ours = mirror.Mirror(run, config, {})
+    for steps, there in ((), set()), ((0,), {"loss", "system"}):
+        add_steps(config, *steps)
+        ours.sample_load(SystemMetricsMonitor(run.info.run_id))
+        ours.push(whole=False)
+        logged = mlflow.get_run(run.info.run_id).data.metrics
+        assert {name.partition("/")[0] for name in logged} & {"loss", "system"} == there

@@ -15,6 +15,8 @@ import pytest
 
 from engine.config import Config, Run, Tracking, Train
 from engine.errors import BadInput
+from engine.orchestrator.in_run_evaluation import cut_evaluations
+from engine.run.folder import RunFolder
 from support.run_folders import add_line
 from tasks.tracking import evaluations, others, tracked_run
 
@@ -198,3 +200,19 @@ def test_a_package_that_is_missing_is_bad_input(monkeypatch):
     monkeypatch.setattr(others.importlib.util, "find_spec", lambda name: None)
     with pytest.raises(BadInput, match=r"tracking.also: trackio is not installed; install it: pip install 'metronome"):
         others.check_others(Config(tracking=Tracking(also=("trackio",))))
+
+
+def test_evaluations_after_a_resume_that_cuts_some_are_each_given_once(tmp_path, monkeypatch):
+    """Also one of a version before those that were cut, as of another evaluate.every."""
+    given = []
+    tracker = (lambda step, figures: given.append((step, figures["held out/avg_at_2"])), lambda: None)
+    monkeypatch.setattr(others, "TRACKERS", {"wandb": lambda config: tracker})
+    config = Config(run=Run(name="cut", output=str(tmp_path)), tracking=Tracking(also=("wandb",)), train=Train(steps=9))
+    figures = {0: 0.1, 10: 0.2, 20: 0.3, 30: 0.4}, {25: 0.77, 30: 0.42}
+    for part in figures:
+        with tracked_run.track_run(config):
+            for step, value in part.items():
+                more = {"step": step, "weight_version": step, "avg_at_k": value, "in_run": True}
+                add_line(config.folder / "evaluations.jsonl", **{**EVALUATION, **more})
+        cut_evaluations(RunFolder(config.folder), 20)
+    assert given == [one for part in figures for one in part.items()]

@@ -3,11 +3,14 @@
 import re
 import shutil
 import threading
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import mlflow
 import pytest
+from mlflow.types import DataType
+from transformers import pipeline
 
 from engine.config.recipe import find_file, load_config
 from engine.data.loader import PromptLoader, sampling_seed
@@ -199,6 +202,21 @@ def test_an_experiment_that_mlflow_refuses_is_a_mistake_of_the_recipe(experiment
         load_config(None, [f"tracking.experiment={experiment}"])
 
 
+def check_mlflow_loads_it(config):
+    """By MLflow's own means, as its model serving does; the answer is transformers' own of these weights."""
+    address = "models:/metronome-nightly@champion"
+    signature = mlflow.models.get_model_info(address).signature
+    assert [column.type for column in (*signature.inputs, *signature.outputs)] == [DataType.string] * 2
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        loaded = mlflow.pyfunc.load_model(address)
+        ours = mlflow.transformers.load_model(address)
+        theirs = pipeline("text-generation", config.model.path)
+    greedy = {"do_sample": False, "max_new_tokens": 4, "return_full_text": False}
+    assert ours("1 + 1 =", **greedy) == theirs("1 + 1 =", **greedy)
+    assert [type(one) for one in loaded.predict(["1 + 1 ="])] == [str]
+
+
 def test_a_registered_model_is_a_model_path(config):
     """By alias or version, downloaded once; what is not there is refused with the registry's address."""
     output = config.run.output
@@ -208,6 +226,7 @@ def test_a_registered_model_is_a_model_path(config):
     for path in ("models:/metronome-nightly@champion", "models:/metronome-nightly/1"):
         found = Path(local_model(path, output))
         assert found == Path(output).resolve() / "models/metronome-nightly-1"
+    check_mlflow_loads_it(config)
     weights = next(Path(config.model.path).glob("*.safetensors"))
     assert (found / weights.name).read_bytes() == weights.read_bytes()
     for path, said in (

@@ -1,3 +1,4 @@
+import json
 import shutil
 import time
 from dataclasses import asdict, fields
@@ -51,11 +52,12 @@ def run(config):
         add_evaluation(config, {"step": 0, "benchmark": "aime@24", "problems": 4, "skipped": {}, "avg_at_k": 0.5})
     policy = config.folder / "policy"
     policy.mkdir()
-    (policy / "config.json").write_text("{}")
+    config_json = {"architectures": ["Qwen3ForCausalLM"]}
+    (policy / "config.json").write_text(json.dumps(config_json))
     with tracked_run.track_run(config) as second:
         add_line(config.folder / "steps.jsonl", **report(2))
         versions = [tracked_run.register_version("metronome-test", policy) for _ in range(2)]
-        (policy / "config.json").write_text('{"trained": "on"}')
+        (policy / "config.json").write_text(json.dumps(config_json | {"trained": "on"}))
         versions.append(tracked_run.register_version("metronome-test", policy))
     assert first == second, "a resumed run goes on in the same MLflow run"
     assert versions == ["1", "1", "2"], "the same policy is registered once, however often it is tried"
@@ -77,7 +79,7 @@ def test_every_number_is_a_metric_every_setting_a_parameter_and_all_lies_under_t
     version = mlflow.MlflowClient().get_model_version("metronome-test", "2")
     assert version.run_id == run.info.run_id
     assert version.source.startswith(f"file://{output}")
-    assert (Path(version.source.removeprefix("file://")) / "config.json").is_file()
+    assert (Path(version.source.removeprefix("file://")) / "model/config.json").is_file()
 
 
 @pytest.mark.parametrize(("error", "status"), [(BadInput, "FAILED"), (KeyboardInterrupt, "KILLED")])
