@@ -437,6 +437,7 @@ def test_each_figure_is_there_once_after_kills_at_any_moment(output):
 
 def test_the_machines_load_is_logged_after_a_figure_of_the_run(config):
     """MLflow's pages show first what was logged first."""
+    config.folder.mkdir(parents=True)
     run = tracked_run.create_run(config)
     mlflow.end_run()
     ours = mirror.Mirror(run, config, {})
