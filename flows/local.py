@@ -14,14 +14,13 @@ from engine.data.problem_statistics import record_data
 from engine.run.folder import RunFolder
 from engine.run.identity import claim_run
 from engine.run.lock import hold_lock
-from engine.run.run_file import update_run
+from engine.run.run_file import START, update_run
 from engine.run.served_model import weight_version
-from tasks.attempt import START, TRAIN, EnteredRun, Stages, evaluation_failure, read_progress, write_fenced
+from tasks.attempt import TRAIN, EnteredRun, Stages, evaluation_failure, read_progress, write_fenced
 from tasks.cluster.other_nodes import evaluation_nodes
 from tasks.cluster.ray.placement import running_on_ray
 from tasks.stages import summary
 from tasks.stages.evaluate import evaluate_shown
-from tasks.stages.orchestrator_process import timeline_at_end
 from tasks.stages.train import train_shown
 from tasks.terminal import console
 from tasks.tracking import evaluation_texts, evaluations, registered_policies, tracked_run
@@ -34,7 +33,6 @@ def train_here(config: Config, resume: bool, replay: Path | None, recipe: str, d
     # the lock comes before MLflow: a living process may be using the MLflow run
     with (
         hold_lock(folder.lock, f"run folder {folder.path}", 0.0) as lock,
-        timeline_at_end(folder),
         write_fenced(folder, lock),
         _begun(config, folder, resume),
         tracked_run.track_run(config),

@@ -33,11 +33,19 @@ def write_fenced(folder: RunFolder, lock: int) -> Iterator[None]:
     try:
         yield
     except BaseException as ended:
-        if (number := signal_of(ended)) is not None and folder.last_failure() is None:
-            folder.write_failure(Stopped(f"ended by {number.name}"))
+        note_signal(folder, ended)
         raise
     finally:
         _held.remove(folder.fence)
+
+
+def note_signal(folder: RunFolder, ended: BaseException) -> bool:
+    """Whether a signal ended a run. If no other reason is in failure.json, name the signal there."""
+    if (number := signal_of(ended)) is None:
+        return False
+    if folder.last_failure() is None:
+        folder.write_failure(Stopped(f"ended by {number.name}"))
+    return True
 
 
 @contextmanager
@@ -69,8 +77,6 @@ def show_in_folder(folder: RunFolder, progress: Progress | None) -> None:
             folder.progress.unlink(missing_ok=True) if progress is None else write_progress(folder.progress, progress)
 
 
-START = "the start of the flow"
-"""Why a flow's first training starts."""
 REGISTER = "register"
 """Name of the stage that registers the policy."""
 
@@ -238,21 +244,6 @@ def registered_policy(folder: RunFolder) -> RegisteredPolicy | None:
     """The result of the stage `register`; None if it is not done. Raises BadInput for a damaged run.json."""
     found = read_run(folder.path).stages.get(REGISTER)
     return None if found is None else RegisteredPolicy(**found)
-
-
-def count_resumes(folder: RunFolder) -> int:
-    """How often the run or its training was started again, by a person or after a crash, as far as the attempts are
-    kept."""
-    rows = read_run(folder.path).attempts
-    flows = sum(row.what == "flow" for row in rows)
-    return max(0, flows - 1) + sum(row.what == "training" and row.why != START for row in rows)
-
-
-def last_end(folder: RunFolder) -> str:
-    """Why the last attempt of the run ended, as far as is known."""
-    if (told := folder.last_failure()) is not None:
-        return told[1]
-    return "its process died without a message (killed, out of memory, or its node was lost)"
 
 
 def _named(here: tuple[int, int]) -> str:

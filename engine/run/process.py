@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied
-from engine.run.logs import LOGGED, clean_tracebacks, log_error
+from engine.run.logs import LOGGED, clean_tracebacks, last_message, log_error
 
 LIFELINE = "METRONOME_LIFELINE"
 """Environment variable with the path of the parent's pipe."""
@@ -287,3 +287,19 @@ def in_thread(name: str, act: Callable[[], Result]) -> Future[Result]:
 
     threading.Thread(target=run, name=name, daemon=True).start()
     return done
+
+
+def run_to_end(child: Child, limit_s: float, late: str, grace_s: float = 3.0) -> None:
+    """Wait for a process that does one piece of work. Raises the error that it tells: BadInput or another
+    MetronomeError; DeadlineError, with the text `late`, after `limit_s`, and then `grace_s` to end."""
+    try:
+        code = child.process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        raise DeadlineError(late) from None
+    finally:
+        child.stop(grace_s)
+    if not code:
+        return
+    assert child.log is not None
+    told = last_message(child.log, "error: ").removeprefix("error: ")
+    raise (BadInput if code == BAD_INPUT else MetronomeError)(told or f"the {child.name} {child.how_it_ended()}")

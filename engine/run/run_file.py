@@ -26,6 +26,8 @@ ATTEMPTS = 100
 """Number of newest attempts that are kept."""
 ContinueFrom = Literal["base", "nightly", "latest", "champion"]
 Start = Literal["flow", "training"]
+START = "the start of the flow"
+"""Why a flow's first training starts."""
 
 
 class InputPart(TypedDict):
@@ -89,6 +91,14 @@ class RunFile(msgspec.Struct, frozen=True):
     def attempt(self) -> int:
         """Number of the newest attempt; 0 before the first."""
         return self.attempts[-1].number if self.attempts else 0
+
+    @property
+    def resumes(self) -> list[Attempt]:
+        """The starts of the run or of its training after the first, by a person or after a crash, as far as they are
+        kept."""
+        flows = [one for one in self.attempts if one.what == "flow"]
+        again = (one for one in self.attempts if one.what == "training" and one.why != START)
+        return sorted([*flows[1:], *again], key=lambda one: one.number)
 
     @property
     def began_at(self) -> datetime | None:

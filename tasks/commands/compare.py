@@ -25,7 +25,6 @@ from engine.tools.comparison.accuracy import benchmark_names
 from engine.tools.comparison.run_figures import REWARD, ComparedRun, steps_once
 from engine.tools.comparison.verdict import Verdict, judge_evaluations
 from engine.types import JsonObject
-from tasks.attempt import last_end
 from tasks.stages.summary import bound_rows
 from tasks.terminal.progress_display import fetched, show_progress
 from tasks.tracking.mirror import figure_of
@@ -127,7 +126,7 @@ def from_folder(path: Path) -> ComparedRun:
     rows, means = _with_tables(path)
     if not steps and not rows:
         raise BadInput(f"{path}: no run with steps or evaluations; expected a folder with steps.jsonl or {ROWS}")
-    failure = " ".join(last_end(folder).split())[:300] if folder.failure.exists() else ""
+    failure = " ".join((folder.last_failure() or ("", ""))[1].split())[:300]
     return ComparedRun(
         name=path.resolve().name,
         source=str(path.resolve()),

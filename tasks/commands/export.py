@@ -23,10 +23,9 @@ from engine.run.commands import export_command
 from engine.run.files import read_json
 from engine.run.folder import RunFolder
 from engine.run.lock import hold_lock
-from engine.run.process import Child
+from engine.run.process import Child, run_to_end
 from engine.run.served_model import EXPORTED, ORIGIN, ExportOrigin
 from tasks.stages.input_checks import local_model
-from tasks.stages.orchestrator_process import run_to_end
 from tasks.terminal.console import say
 from tasks.terminal.progress_display import show_progress, since_now
 

@@ -5,11 +5,11 @@ from __future__ import annotations
 import http.client
 import os
 import re
+import shlex
 import time
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from statistics import mean
 from textwrap import shorten
 
 from engine.errors import BadInput, clean_line, counted
@@ -17,11 +17,11 @@ from engine.evaluation.tables import rows_of
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.run.lock import is_held
-from engine.run.progress import read_progress
 from engine.run.run_file import read_run
+from engine.run.run_status import RunStatus, read_status
 from engine.run.s3 import SCHEME
 from engine.types import JsonObject
-from tasks.attempt import count_resumes, registered_policy
+from tasks.attempt import registered_policy
 from tasks.cluster.prefect_api import post_json
 from tasks.terminal.console import REFUSED, format_duration, own_program, print_error, print_page
 from tasks.tracking.evaluation_texts import describe_evaluation
@@ -30,10 +30,8 @@ FLOW_RUNS = 100
 """Number of newest flow runs that the server is asked for."""
 REASON_LENGTH = 120
 """Characters of a reason in the list of runs; `status` has all of it."""
-_WELL = ("Running", "Finished", "Completed")
-"""States in which an earlier failure is of no account."""
-_RECENT = 20
-"""Number of steps whose mean time predicts the time left."""
+_ENDED = ("COMPLETED", "FAILED", "CRASHED", "CANCELLED")
+"""Types of a flow run's states after which the run's folder says more."""
 _TIME = re.compile(r"^.{,30}?(?:(\d{4})-)?(\d\d-\d\d)[ T](\d\d:\d\d:\d\d(?:\.\d+)?)")
 """The time of a log's line, as Metronome or vLLM (without the year) writes it."""
 _PREFECTS = re.compile(r"^Flow run encountered an exception: \w+: ")
@@ -61,44 +59,42 @@ def find_folder(run: str, output: Path) -> RunFolder:
 
 
 def list_rows(output: Path, count: int) -> list[list[str]]:
-    """The newest runs as rows of a table, the newest first. Runs that have not reached a folder come before them."""
-    folders = _folders(output)[:count]
+    """The newest runs as rows of a table, the newest first. Runs that have not reached a folder come before them.
+    Raises BadInput without the folder."""
+    if not output.is_dir():
+        raise BadInput(f"--output {output}: no such folder")
+    folders = _folders(output)
     states = _flow_states()
-    known = {folder.path.name for folder in _folders(output)}
+    known = {folder.path.name for folder in folders}
     waiting = [
         [row["name"], row["state_name"], "", "", "", "", "", "", _short((row["state"] or {}).get("message") or "")]
         for row in states.values()
         if _FLOW_NAME.sub(r"\1", row["name"]) not in known and row["state_name"] not in ("Scheduled", "Completed")
     ]
     head = ["run", "state", "steps", "accuracy", "champion", "resumed", "device-hours", "where", "reason"]
-    return [head, *waiting[:count], *(_row(folder, states) for folder in folders)]
+    return [head, *waiting[:count], *(_row(folder, states) for folder in folders[:count])]
 
 
 def status_rows(folder: RunFolder) -> dict[str, str]:
     """The state of a run as rows of a table."""
     config = folder.read_config()
     steps = list(read_lines(folder.steps))
-    done = steps[-1]["step"] + 1 if steps else 0
-    left = config.train.steps - done
-    recent = steps[-_RECENT:]
-    progress = read_progress(folder.progress)
-    stages = list(read_run(folder.path).stages)
-    told = folder.last_failure()
-    whys = [one.why for one in read_run(folder.path).attempts]
-    resumed = count_resumes(folder)
-    going = is_held(folder.lock)
+    run = read_run(folder.path)
+    status = read_status(folder, steps, config.train.steps)
+    resumed = run.resumes
     rows = {
         "run": str(folder.path),
-        "state": _state(folder, _flow_states()),
-        "finished stages": ", ".join(stages) or "none",
-        "steps": f"{done} of {config.train.steps}",
-        "now": progress.text if progress is not None else "",
-        "time left": format_duration(left * mean(row["step_s"] for row in recent)) if recent and left and going else "",
+        "state": _state(folder, status, _flow_states()),
+        "why": status.reason,
+        "resume": status.resume,
+        "finished stages": ", ".join(run.stages) or "none",
+        "steps": f"{status.done} of {config.train.steps}" if run.attempts or steps else "",
+        "now": status.progress.text if status.progress is not None else "",
+        "time left": format_duration(status.left_s) if status.left_s is not None else "",
         "evaluation": _accuracy(folder, describe=True),
-        "champion": made.verdict if (made := registered_policy(folder)) is not None else "",
-        "resumed": counted(resumed, "time") if resumed else "",
-        "last failure": told[1] if told is not None else (whys[-1] if resumed else ""),
-        "logs": f"{own_program('metronome')} logs {folder.path.name}",
+        "registered": made.verdict if (made := registered_policy(folder)) is not None else "",
+        "resumed": f"{counted(len(resumed), 'time')}, last after: {resumed[-1].why}" if resumed else "",
+        "logs": shlex.join([own_program("metronome"), "logs", str(folder.path)]),
     }
     return {name: text for name, text in rows.items() if text}
 
@@ -167,18 +163,18 @@ def _row(folder: RunFolder, states: dict[str, JsonObject]) -> list[str]:
         of = folder.read_config().train.steps
     except BadInput as error:  # the other runs are shown all the same
         return [folder.path.name, "Damaged", "", "", "", "", "", str(folder.path), clean_line(str(error))]
-    state = _state(folder, states)
-    told = folder.last_failure()
+    run = read_run(folder.path)
+    status = read_status(folder, steps, of)
     return [
         folder.path.name,
-        state,
-        f"{steps[-1]['step'] + 1 if steps else 0}/{of}",
+        _state(folder, status, states),
+        f"{status.done}/{of}" if run.attempts or steps else "",
         _accuracy(folder),
         shorten(made.verdict, 60, placeholder=" …") if made is not None else "",
-        str(count_resumes(folder)),
+        str(len(run.resumes)),
         f"{device_hours(steps):.2f}",
         str(folder.path),
-        _short(told[1]) if told is not None and state not in _WELL else "",
+        _short(status.reason),
     ]
 
 
@@ -202,17 +198,12 @@ def _accuracy(folder: RunFolder, describe: bool = False) -> str:
     return f"{last['avg_at_k']:.3f} [{last['ci_low']:.3f}, {last['ci_high']:.3f}]"
 
 
-def _state(folder: RunFolder, states: dict[str, JsonObject]) -> str:
-    """The state of the run's flow on the server, else what its folder shows."""
+def _state(folder: RunFolder, status: RunStatus, states: dict[str, JsonObject]) -> str:
+    """The state of the run's flow on the server while the flow goes on or waits, else what its folder shows."""
     flow = states.get(read_run(folder.path).flow_run)
-    if flow is not None:
+    if flow is not None and flow["state_type"] not in _ENDED:
         return str(flow["state_name"])
-    if is_held(folder.lock):
-        return "Running"
-    if (told := folder.last_failure()) is not None:
-        return "Stopped" if told[0] == "Stopped" else "Failed"
-    only_evaluated = not folder.steps.exists() and bool(rows_of(folder))
-    return "Finished" if folder.policy.is_dir() or only_evaluated else "Died"
+    return status.word.capitalize()
 
 
 def _flow_states() -> dict[str, JsonObject]:

@@ -19,10 +19,9 @@ from engine.model.shape import content_hash, read_shape
 from engine.run.commands import conversion_command
 from engine.run.folder import RunFolder
 from engine.run.memory import total_parameters
-from engine.run.process import Child
+from engine.run.process import Child, run_to_end
 from engine.types import JsonObject
 from tasks.stages.input_checks import with_model_folder
-from tasks.stages.orchestrator_process import run_to_end
 from tasks.terminal.progress_display import show_progress, since_now, written
 from tasks.tracking.artifact_cells import code_span, table_as_markdown
 from tasks.tracking.code_version import code_hash

@@ -15,10 +15,11 @@ from engine.run.folder import RunFolder
 from engine.run.identity import claim_run
 from engine.run.lock import hold_lock
 from engine.run.run_file import FILE, RunStart, read_run, update_run
-from tasks.attempt import Stages, count_attempt, last_end, write_fenced
+from engine.run.run_status import why_ended
+from tasks.attempt import Stages, count_attempt, write_fenced
 from tasks.stages.input_checks import check_run_folder
-from tasks.stages.orchestrator_process import timeline_at_end
 from tasks.terminal.console import print_error, say
+from tasks.tracking.run_page import draw_at_end
 from tasks.tracking.store import TrackingAway
 
 TAKEOVER_S = 600.0
@@ -71,13 +72,14 @@ def enter_flow(config: Config, begun: RunStart, resume: bool) -> Iterator[Stages
         waiting=lambda message: say("wait", message),
         progress=lambda: _written(folder),
     )
-    with locked as lock, timeline_at_end(folder), write_fenced(folder, lock):
+    with locked as lock, write_fenced(folder, lock):
         claim_run(config, again or resume)
-        why = last_end(folder) if again else "started by a person or a schedule"
+        why = why_ended(folder)[1] if again else "started by a person or a schedule"
         try:
             count_attempt(folder, "flow", config.run.resumes, why, by_hand=not again)
         except MetronomeError as error:
             folder.write_failure(error)
+            draw_at_end(folder)
             raise
         if not folder.config.exists():
             update_run(folder.path, **signed)  # before the config: one without a flow run counts as another run's

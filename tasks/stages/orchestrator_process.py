@@ -3,31 +3,27 @@
 from __future__ import annotations
 
 import os
-import shlex
 import signal
-import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from engine import errors
 from engine.config import Config
-from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied, TakenOver
-from engine.run.commands import orchestrator_command, timeline_command
+from engine.errors import DeadlineError, MetronomeError, ProcessDied
+from engine.run.commands import orchestrator_command
 from engine.run.disk import named_disk_errors
 from engine.run.event_stream import EventReader, Kind
 from engine.run.folder import RunFolder, dump_config
 from engine.run.limits import checkpoint_size, saving_s, stored_parameters
-from engine.run.logs import last_message
-from engine.run.process import BAD_INPUT, Child
+from engine.run.process import Child
 from engine.run.progress import Progress, folder_size, format_size
 from engine.run.run_inputs import record_inputs
 from engine.types import JsonObject
 from tasks.attempt import run_folder, show_in_folder
-from tasks.terminal.console import print_error, say
+from tasks.terminal.console import say
 from tasks.terminal.interruption import say_stopping, signal_of
 from tasks.terminal.progress_display import show_progress, since_now
 
@@ -36,10 +32,6 @@ PAUSE_S = 5.0
 STOP_S = 9.0
 """Seconds that the orchestrator has to end its children. Then it is killed, and lifelines end the children. After a
 signal, the time for a checkpoint (`limits.saving_s`) comes first."""
-DRAW_S = 120.0
-"""Longest time in seconds to draw the timeline."""
-HURRY_S = 5.0
-"""The same after a signal, when a person or a worker waits."""
 
 
 def run_training(
@@ -52,8 +44,7 @@ def run_training(
     Prints the progress of the training and the orchestrator's notices.
 
     Raises the error that ended the run: BadInput, or another MetronomeError with the orchestrator's message. No process
-    is left behind. At the end of the training the timeline is drawn; after an error `timeline_at_end` draws it. A
-    signal that ends this process is passed on to the orchestrator.
+    is left behind. A signal that ends this process is passed on to the orchestrator.
     """
     folder = run_folder(config)
     folder.failure.unlink(missing_ok=True)  # left by an earlier attempt
@@ -80,7 +71,6 @@ def run_training(
         raise told.failure
     if code:
         raise ProcessDied(f"the orchestrator {child.how_it_ended()}")
-    _draw(folder, DRAW_S)
     return folder
 
 
@@ -125,18 +115,6 @@ class _Told:
         show_in_folder(self._folder, progress)
 
 
-@contextmanager
-def timeline_at_end(folder: RunFolder) -> Iterator[None]:
-    """Draw the timeline if an error or a signal ends the body. Enter it before the run is tracked and before its end is
-    written, so that drawing comes last. Nothing is drawn if another process writes the folder now."""
-    try:
-        yield
-    except BaseException as ended:
-        if not isinstance(ended, TakenOver) and not folder.fence.is_passed:
-            _draw(folder, DRAW_S if signal_of(ended) is None else HURRY_S)
-        raise
-
-
 def _stop(child: Child, number: signal.Signals | None, config: Config) -> None:
     """Stop the orchestrator after an error, or after a signal (`number`), which is passed on to it, and show how much
     of the trainer's checkpoint is written."""
@@ -155,23 +133,6 @@ def _saved_part(root: Path, whole: float) -> Progress:
     if not size:
         return Progress("the trainer ends its micro-batch, and the processes end")
     return Progress(f"{format_size(size)} of {format_size(int(whole))} saved", min(1.0, size / whole))
-
-
-def _draw(folder: RunFolder, within_s: float) -> None:
-    """Draw the timeline in a process of its own, if there are spans that it lacks."""
-    page = folder.path / "timeline.html"
-    drawn = page.stat().st_mtime if page.exists() else 0.0
-    if not any(spans.stat().st_mtime > drawn for spans in folder.trace.glob("*.jsonl")):
-        return
-    log = folder.logs / "timeline.log"
-    child = Child("timeline", timeline_command(folder.path), log)
-    try:
-        run_to_end(child, within_s, f"it took more than {within_s:g} s", grace_s=0.0)
-    except MetronomeError as error:
-        command = shlex.join(timeline_command(folder.path))
-        print_error(f"warning: the timeline is not drawn: {error}; draw it: {command}")
-    finally:
-        log.unlink(missing_ok=True)
 
 
 class Silence:
@@ -222,19 +183,3 @@ def _follow(child: Child, reader: EventReader, told: _Told, silence: Silence) ->
         if code is not None:
             return code
         silence.look(bool(events))
-
-
-def run_to_end(child: Child, limit_s: float, late: str, grace_s: float = 3.0) -> None:
-    """Wait for a process that does one piece of work. Raises the error that it tells: BadInput or another
-    MetronomeError; DeadlineError, with the text `late`, after `limit_s`, and then `grace_s` to end."""
-    try:
-        code = child.process.wait(limit_s)
-    except subprocess.TimeoutExpired:
-        raise DeadlineError(late) from None
-    finally:
-        child.stop(grace_s)
-    if not code:
-        return
-    assert child.log is not None
-    told = last_message(child.log, "error: ").removeprefix("error: ")
-    raise (BadInput if code == BAD_INPUT else MetronomeError)(told or f"the {child.name} {child.how_it_ended()}")

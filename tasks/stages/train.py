@@ -42,9 +42,11 @@ from engine.errors import (
 )
 from engine.run.checkpoint_files import latest_checkpoint
 from engine.run.folder import RunFolder
+from engine.run.run_file import START
+from engine.run.run_status import why_ended
 from engine.tools.watch import PORT
 from engine.types import JsonObject
-from tasks.attempt import START, count_attempt, last_end, run_folder
+from tasks.attempt import count_attempt, run_folder
 from tasks.stages.orchestrator_process import run_training
 from tasks.terminal.console import StepLines, format_duration, is_terminal, own_program, say
 from tasks.tracking.artifact_cells import code_span, markdown_table
@@ -209,7 +211,7 @@ def train(config: Config, resume: bool = False, ready: Callable[[], Config] | No
     folder = run_folder(config)
     told = folder.last_failure()
     again = (task_run.run_count or 1) > 1
-    why = last_end(folder) if again else START
+    why = why_ended(folder)[1] if again else START
     starts = count_attempt(folder, "training", config.run.resumes, why)
     if again:
         pause_s = pause_before_resume(told, starts)

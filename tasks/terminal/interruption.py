@@ -6,11 +6,9 @@ An interrupted run says what it saved and how to continue it.
 from __future__ import annotations
 
 import os
-import shlex
 import signal
 import sys
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 
 from engine.config import Config
@@ -18,6 +16,7 @@ from engine.errors import counted
 from engine.run.checkpoint_files import DAMAGED, latest_checkpoint, step_of
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
+from engine.run.run_status import resume_command
 from tasks.terminal import console
 
 INTERRUPTED = 130
@@ -68,7 +67,8 @@ def _handle(number: int, frame: FrameType | None) -> None:
 def note_run(config: Config, command: str) -> None:
     """Store which run `metronome <command>` trains, for `last_message` and `how_on`."""
     _command.run = (config, command)
-    _command.last_words = f"\n{AT_ONCE}\n  resume      {_resume_command(config, command)}\n".encode()
+    resume = resume_command(RunFolder(config.folder), command)
+    _command.last_words = f"\n{AT_ONCE}\n  resume      {resume}\n".encode()
 
 
 def signal_of(ended: BaseException) -> signal.Signals | None:
@@ -130,7 +130,7 @@ def how_on() -> str:
     else:
         saved = "no checkpoint yet: training starts again at its first step"
     return (
-        f"\n  saved       {saved}\n  resume      {_resume_command(config, command)}\n  log         "
+        f"\n  saved       {saved}\n  resume      {resume_command(folder, command)}\n  log         "
         f"{log if (log := folder.logs / 'orchestrator.log').exists() else folder.logs}"
     )
 
@@ -138,13 +138,6 @@ def how_on() -> str:
 def say_told() -> None:
     """Print `last_message`."""
     _on_own_line(last_message())
-
-
-def _resume_command(config: Config, command: str) -> str:
-    """A command that works from every folder."""
-    program = Path(sys.executable).with_name("metronome")
-    sets = [f"run.name={config.run.name}", f"run.output={Path(config.run.output).absolute()}"]
-    return shlex.join([str(program), command, "--resume", *(part for one in sets for part in ("--set", one))])
 
 
 def _on_own_line(message: str) -> None:

@@ -10,20 +10,26 @@ from engine.config import Config
 from engine.evaluation.tables import dropped_file, rows_of
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
+from engine.run.lock import is_held
 from tasks.terminal.console import print_error, say
 from tasks.tracking import evaluation_texts, tracked_run
 from tasks.tracking.mirror import Mirror
 from tasks.tracking.others import CLOSE_S, OtherTrackers
+from tasks.tracking.run_page import draw_at_end
 from tasks.tracking.store import TrackingAway, retry_while_away
 
 
 def log_finished(config: Config, tags: Mapping[str, str] = tracked_run.NO_TAGS) -> str:
-    """Log the evaluations of the run folder in its MLflow run, whose status and settings stay; return the run's id.
+    """Draw the run's page anew, unless the run goes on, and log the evaluations of the run folder in its MLflow run,
+    whose status and settings stay; return the run's id.
 
     Waits for MLflow, and as long for its artifact store (tasks.tracking.store). With a shorter wait, a flow run would
     be resumed so often that it is ended (tasks.cluster.watchdog). Raises TrackingAway if either stays away for longer.
     No row is lost then, because the next log in this run folder writes it.
     """
+    folder = RunFolder(config.folder)
+    if not is_held(folder.lock):
+        draw_at_end(folder)
     what = f"logging all evaluations of run {config.run.name}"
     known = tracked_run.find_run(config, waits=True)
     if known is None:

@@ -39,7 +39,7 @@ from engine.reward.scorer import LONGEST_NAME
 from engine.run.files import parse_line
 from engine.run.run_file import read_run
 from engine.types import JsonObject
-from tasks.attempt import count_resumes, registered_policy, run_folder
+from tasks.attempt import registered_policy, run_folder
 from tasks.terminal.console import print_error
 from tasks.tracking import descriptions
 from tasks.tracking.store import STORE_ERRORS, first_line, is_refused, retry_conflicts
@@ -432,7 +432,8 @@ class Mirror:
 
     def _fate(self, whole: bool) -> dict[str, str]:
         """Tags that say how the run began, how often it was resumed and, if it has ended, how."""
-        tags = {START: read_run(self._folder.path).start.start, RESUMED: str(count_resumes(self._folder))}
+        run = read_run(self._folder.path)
+        tags = {START: run.start.start, RESUMED: str(len(run.resumes))}
         told = self._folder.last_failure() if whole else None
         if told is not None or self._tags.get(FAILURE):
             tags[FAILURE] = told[1][:TAG_LIMIT] if told is not None else ""

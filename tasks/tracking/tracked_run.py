@@ -24,9 +24,10 @@ from engine.model.shape import content_hash
 from engine.run.files import write_atomically
 from engine.run.progress import folder_size
 from engine.run.run_file import read_run
-from tasks.attempt import run_folder
+from tasks.attempt import note_signal, run_folder
 from tasks.terminal.console import own_program, print_error
 from tasks.terminal.progress_display import copied, show_progress, since_now
+from tasks.tracking import run_page
 from tasks.tracking.mirror import Mirror, MirrorThread
 from tasks.tracking.mlflow_model import model_files
 from tasks.tracking.others import CLOSE_S, OtherTrackers, check_others
@@ -109,9 +110,9 @@ def track_run(config: Config, tags: Mapping[str, str] = NO_TAGS) -> Iterator[str
 
     If the folder names no MLflow run but has the run's number, the MLflow run is found by this number: the run folder
     was lost, and the run continues from its checkpoints. Otherwise an MLflow run is created. Its status is FAILED if
-    the body raises, and KILLED if the body is cancelled or interrupted. An error is also written to failure.json. A run
-    that another process has taken over is left alone, because it continues there. A known run whose input is refused
-    before a step of it is left unchanged.
+    the body raises, and KILLED if the body is cancelled or interrupted. The folder is completed first: an error or a
+    signal is written to failure.json, and then the page is drawn. A run that another process has taken over is left
+    alone, because it continues there. A known run whose input is refused before a step is left unchanged.
 
     Raises BadInput if MLflow refuses the store, or if the store does not answer at the start of a new run. Raises
     TrackingAway if the store does not answer for long when a run is resumed.
@@ -124,6 +125,7 @@ def track_run(config: Config, tags: Mapping[str, str] = NO_TAGS) -> Iterator[str
     status = "KILLED"
     patience = HURRY_S
     refused = False
+    draw_s = run_page.DRAW_S
     try:
         yield run_id
         status = "FINISHED"
@@ -138,7 +140,13 @@ def track_run(config: Config, tags: Mapping[str, str] = NO_TAGS) -> Iterator[str
         if not refused or before is None:  # else the run may stay as it is
             run_folder(config).write_failure(error)
         raise
+    except BaseException as ended:
+        if note_signal(run_folder(config), ended):
+            draw_s = run_page.HURRY_S
+        raise
     finally:
+        if status != "RUNNING":
+            run_page.draw_at_end(run_folder(config), draw_s)
         missing = thread.close(patience, refused)
         _end(before if refused and before and not mirror.is_settled else status, missing)
         others.close(patience)

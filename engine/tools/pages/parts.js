@@ -18,15 +18,16 @@ const number = value => {
   if (value === null || value === undefined) return "–";
   const size = Math.abs(value);
   if (size >= 1000) return Math.round(value).toLocaleString("en");
-  return size && size < 0.001 ? value.toExponential(1) : String(+value.toPrecision(4));
+  return Number.isInteger(value) ? String(value) : size < 0.001 ? value.toExponential(1) : value.toFixed(size < 10 ? 3 : 1);
 };
 const counted = (count, noun) => `${number(count)} ${noun}${count === 1 ? "" : "s"}`;
 const duration = seconds => {
+  if (seconds < 60) return +seconds.toFixed(1) + " s";
   const whole = Math.round(seconds), two = part => String(part).padStart(2, "0"), hours = Math.floor(whole / 3600);
   return (hours ? hours + ":" + two(Math.floor(whole / 60) % 60) : Math.floor(whole / 60)) + ":" + two(whole % 60);
 };
 const clock = at => new Date(at * 1000).toLocaleString([], { month: "short", day: "numeric", hour: "2-digit", minute: "2-digit", second: "2-digit" });
-const tickText = value => Math.abs(value) >= 10000 ? +(value / 1000).toPrecision(4) + "k" : Math.abs(value) < 1e-3 && value ? value.toExponential(0) : String(+value.toPrecision(5));
+const tickText = value => Math.abs(value) >= 10000 ? +(value / 1000).toPrecision(4) + "k" : String(+value.toPrecision(5));
 
 // colours -------------------------------------------------------------------------------------------
 const system = matchMedia("(prefers-color-scheme: dark)");
@@ -128,7 +129,7 @@ class Chart {
         scales: { x: { time: false, range: (_, low, high) => low === high ? [low, low + 1] : [low, high] }, y: { range: (_, low, high) => this.range(low, high) } },
         cursor: { sync: { key: this.options.x || "step" }, drag: { x: true, y: false } },
         axes: [{ ...axis, ...(this.options.x ? {} : { incrs: INTEGERS }), size: 28 }, { ...axis, size: 62, values: (_, ticks) => ticks.map(tickText) }],
-        series: [{ label: this.options.x || "step", value: (_, value) => value === null ? "" : String(+value.toPrecision(6)) }, ...shape.map(one => ({ ...one, value: (_, value) => number(value) }))],
+        series: [{ label: this.options.x || "step", value: (_, value) => value === null ? "" : String(+value.toPrecision(6)) }, ...shape.map(one => ({ ...one, value: (_, value) => value === null ? "" : number(value) }))],
       }, rows, this.place);
       shape.forEach((one, at) => { if (one.points.show === false && one.width === 1 && !thin) this.place.querySelectorAll(".u-legend .u-series")[at + 1].hidden = true; });
     }
@@ -145,6 +146,7 @@ class Chart {
 // Curves of steps: title, hint, [figure, name] of each line, options. Runs side by side show the first figure of each.
 const CURVES = [
   ["Reward", "mean over the trained responses", [["reward_mean", "trained"], ["reward_tried", "all that were sampled"]], { smooth: true }],
+  ["Equal groups", "groups of a step whose scores are all equal: they teach nothing", [["equal_groups", "equal"]], { smooth: true, zero: true }],
   ["Speed", "trained tokens per second and device", [["tokens_per_s_per_device", "tokens/s/device"]], { smooth: true, zero: true }],
   ["Waiting", "share of a step in which the trainer waits for responses", [["wait_ratio", "waiting"]], { smooth: true, zero: true }],
   ["Response length", "tokens: mean, 90 % quantile, longest", [["response_length_mean", "mean"], ["response_length_p90", "90 %"], ["response_length_max", "longest"]], { zero: true, each: true }],

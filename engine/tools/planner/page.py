@@ -50,7 +50,7 @@ def _draw_timeline(one: Ranked, folder: Path) -> None:
 
 def _row(plan: Planned, one: Ranked, settings: str) -> list[str]:
     faster = plan.today.step_s / one.step_s
-    return [f"{one.step_s:.3g} s", f"{faster:.2f}", str(one.devices), one.simulated.bound_by, settings]
+    return [f"{one.step_s:.2f} s", f"{faster:.2f}", str(one.devices), one.simulated.bound_by, settings]
 
 
 def _bar(one: Ranked) -> dict[str, float | str]:

@@ -10,23 +10,22 @@ repaint.push(() => {
 });
 
 // now -----------------------------------------------------------------------------------------------
-const STATES = { starting: "starting", running: "running", ending: "ending after an error", finished: "finished", failed: "failed", stopped: "stopped", died: "died", ended: "ended" };
 function now() {
   const state = run.state, facts = [];
-  document.title = `${state.name}: ${STATES[state.state]}`;
+  document.title = `${state.name}: ${state.state}`;
   $("name").textContent = state.name;
-  if ($("state").textContent !== STATES[state.state]) $("state").textContent = STATES[state.state];
+  if ($("state").textContent !== state.state) $("state").textContent = state.state;
   $("state").className = "pill " + state.state;
   $("doing").hidden = !state.steps;
   if (state.share === null) $("share").removeAttribute("value"); else $("share").value = state.share;
   $("share").setAttribute("aria-label", `${state.done} of ${counted(state.steps, "step")}`);
   $("text").textContent = state.text;
-  $("failure").hidden = !state.failure && state.state !== "died";
-  $("failure").textContent = state.failure ? `${state.failure[0]}: ${state.failure[1]}` : "The run's processes are gone, and none wrote why. metronome logs " + state.name + " shows what they said last.";
+  $("failure").hidden = !state.failure;
+  $("failure").textContent = state.failure;
   const fact = (name, text) => { if (text !== "" && text !== undefined && text !== null) facts.push([name, String(text)]); };
   if (state.steps) fact("steps", `${state.done} of ${state.steps}`);
   if (state.left_s !== null) fact("time left", duration(state.left_s));
-  if (last("step_s") !== undefined) fact("last step", duration(last("step_s")) + " (" + number(last("step_s")) + " s)");
+  if (last("step_s") !== undefined) fact("last step", duration(last("step_s")));
   if (last("reward_mean") !== undefined) fact("reward", `${number(run.columns.reward_mean[0])} → ${number(last("reward_mean"))}`);
   const evaluated = run.rest && run.rest.evaluations.at(-1);
   if (evaluated) fact(`${evaluated.partial_scores ? "reward" : "accuracy"} on ${evaluated.benchmark}`, `${number(evaluated.avg_at_k)} [${number(evaluated.ci_low)}, ${number(evaluated.ci_high)}]`);
@@ -36,6 +35,7 @@ function now() {
   if (state.resumes) fact("resumed", counted(state.resumes, "time"));
   for (const [name, text] of Object.entries(state.facts)) fact(name, text);
   fact("folder", state.folder);
+  fact("to continue", state.resume);
   fact(embedded ? "drawn" : "as of", clock(state.at));
   const box = $("facts");
   box.replaceChildren();
@@ -281,17 +281,17 @@ function steps() {
   const list = run.rest.sampled, box = $("step"), follows = box.selectedIndex < 0 || box.selectedIndex === box.options.length - 1;
   $("conversations").hidden = !list.length;
   if (!list.length) return;
-  const chosen = follows ? list.at(-1) : Number(box.value);
-  if (box.options.length !== list.length || Number(box.options[box.options.length - 1].value) !== list.at(-1)) box.replaceChildren(...list.map(step => new Option(step, step)));
+  const chosen = follows ? list.at(-1) : box.value;
+  if (box.options.length !== list.length || box.options[box.options.length - 1].value !== list.at(-1)) box.replaceChildren(...list.map(step => new Option(step, step)));
   const step = list.includes(chosen) ? chosen : list.at(-1);
   box.value = step;
   const open = document.querySelector("#groups details[data-touched]") || document.querySelector("#groups .tokens:focus");
   if (step !== asked && !(follows && asked !== null && open)) conversation();  // what is being read stays
 }
 async function conversation() {
-  const step = Number($("step").value);
+  const step = $("step").value;
   asked = step;
-  const rows = embedded ? embedded.samples[step] : await ask("samples?step=" + step);
+  const rows = embedded ? embedded.samples[step] : await ask("samples?of=" + encodeURIComponent(step));
   if (!rows || asked !== step) return;
   rowsShown = rows;
   const box = $("groups"), groups = new Map();

@@ -36,7 +36,7 @@ def draw_page(folder: Path) -> Path:
     view = RunView(folder)
     rest = view.rest()
     samples = _chosen_samples(view, rest["sampled"])
-    rest["sampled"] = sorted(map(int, samples))
+    rest["sampled"] = [name for name in rest["sampled"] if name in samples]
     data = {
         "state": view.state(live=False),
         "steps": view.steps(),
@@ -49,18 +49,19 @@ def draw_page(folder: Path) -> Path:
     return target
 
 
-def _chosen_samples(view: RunView, steps: Sequence[int]) -> dict[str, list[JsonObject]]:
-    """The conversations of the first and the last step and of steps between them, by step, as far as there is room."""
+def _chosen_samples(view: RunView, steps: Sequence[str]) -> dict[str, list[JsonObject]]:
+    """The conversations of the first and the last of `RunView.rest`'s names and of some between them, by name, as far
+    as there is room."""
     share = max(1, (len(steps) - 1) / (SAMPLED - 1)) if steps else 1
     chosen = dict.fromkeys(steps[round(number * share)] for number in range(min(SAMPLED, len(steps))))
     found: dict[str, list[JsonObject]] = {}
     room = SAMPLED_BYTES
-    for step in sorted(chosen, key=lambda step: (step != steps[-1], step != steps[0], step)):
+    for step in sorted(chosen, key=lambda step: (step != steps[-1], step != steps[0])):
         rows = view.samples(step)
         room -= len(json.dumps(rows))
         if room < 0:
             break
-        found[str(step)] = rows
+        found[step] = rows
     return found
 
 

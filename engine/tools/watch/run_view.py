@@ -8,30 +8,33 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import time
 import tomllib
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 from engine.errors import BadInput, counted
-from engine.run.files import parse_line, read_json, read_lines
-from engine.run.lock import is_held
-from engine.run.progress import read_progress
+from engine.run.files import parse_line, read_lines
+from engine.run.folder import RunFolder
 from engine.run.run_file import read_run
+from engine.run.run_status import read_status
 from engine.run.trace import last_spans
 from engine.tools.timeline import COLORS, content_of, whole_run
 from engine.types import JsonObject
 
-RECENT = 20
-"""Number of steps whose mean time predicts the time left."""
-BEAT_S = 30.0
-"""A training whose progress was written within so many seconds goes on, also on another machine."""
 LIVE_STEPS = 4
 """Number of newest steps on the timeline of a run that goes on."""
+COUNTS = re.compile(r"[\d,]+ of [\d,]+ ")
+"""What a notice begins with that is told again with its new count (engine.orchestrator.run_events)."""
 NOTICES = 300
 """Number of newest warnings."""
+EVALUATED = 8
+"""Number of problems of an evaluation whose responses are shown."""
+WHOSE = ("prompt_id", "problem", "answer")
+"""What a line of an evaluation's table says of the problem."""
 CHANGES = 200
 """Number of newest states of an instance in the history of the pool."""
 ACCURACY = ("benchmark", "weight_version", "avg_at_k", "ci_low", "ci_high", "problems", "samples", "partial_scores")
@@ -100,27 +103,24 @@ class RunView:
         """
         settings = self._settings()
         rows = self.steps_file.read()
-        done = rows[-1]["step"] + 1 if rows else 0
         total = settings.get("train", {}).get("steps", 0)
-        progress = read_progress(self.folder / "logs/progress.json") if live else None
-        word, failure = self._word(live, done >= total > 0)
-        recent = [row["step_s"] for row in rows[-RECENT:] if "step_s" in row]
-        going = word in ("running", "starting")
-        left_s = (total - done) * fmean(recent) if recent and going and total > done else None
+        status = read_status(RunFolder(self.folder), rows, total, over=not live)
+        progress = status.progress
         run = read_run(self.folder)
         return {
             "name": self.folder.resolve().name,
             "folder": str(self.folder),
-            "state": word,
-            "going": going,
-            "text": progress.text if progress is not None and going else "",
-            "share": progress.share if progress is not None and going else (done / total if total else None),
-            "done": done,
-            "steps": total,
-            "left_s": left_s,
-            "failure": failure,
+            "state": status.word,
+            "going": status.goes_on,
+            "text": progress.text if progress is not None else "",
+            "share": progress.share if progress is not None else (status.done / total if total else None),
+            "done": status.done,
+            "steps": total if status.word != "evaluated" else 0,
+            "left_s": status.left_s,
+            "failure": ": ".join(filter(None, (status.error, status.reason))),
+            "resume": status.resume,
             "stages": list(run.stages),
-            "resumes": max(0, sum(one.what == "training" for one in run.attempts) - 1),
+            "resumes": len(run.resumes),
             "facts": _facts(settings),
             "at": time.time(),
         }
@@ -134,28 +134,6 @@ class RunView:
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
             raise BadInput(f"{file}: the run's configuration can't be read: {error}") from None
 
-    def _word(self, live: bool, trained: bool) -> tuple[str, list[str] | None]:
-        """The state in a word, and the name and message of the error that ended the run."""
-        file = self.folder / "failure.json"
-        failure = None
-        if file.exists():
-            told = read_json(file, "why the run ended", "see the logs")
-            failure = [str(told.get("error", "")), str(told.get("message", ""))]
-        if live and self._is_held():
-            if failure is not None:
-                return "ending", failure
-            return ("running" if self.steps_file.rows else "starting"), None
-        if failure is not None:
-            return "stopped" if failure[0] == "Stopped" else "failed", failure
-        if trained or not self.steps_file.rows and not (self.folder / "config.toml").exists():
-            return "finished", None
-        return "died" if live else "ended", None
-
-    def _is_held(self) -> bool:
-        beat = self.folder / "logs/progress.json"
-        beats = beat.exists() and time.time() - beat.stat().st_mtime < BEAT_S
-        return is_held(self.folder / "lock") or (beats and not (self.folder / "failure.json").exists())
-
     def steps(self, after: int = 0, of: int = 0) -> JsonObject:
         """The figures of the steps, by column: those after the first `after`, if the file is still the one with number
         `of`. A figure that a step lacks, or that is not finite, is null."""
@@ -166,13 +144,11 @@ class RunView:
     def rest(self) -> JsonObject:
         """Evaluations, warnings, the pool's history, and the steps with conversations."""
         rows = [row for row in self._evaluations.read() if "avg_at_k" in row]
-        files = (self.folder / "responses").glob("step-*.jsonl")
-        numbers = (path.stem.removeprefix("step-") for path in files)
         return {
             "evaluations": [{key: row.get(key) for key in ACCURACY} for row in rows],
-            "notices": [dict(row) for row in self._notices.read()[-NOTICES:]],
+            "notices": newest_notices(self._notices.read())[-NOTICES:],
             "pool": self._history(),
-            "sampled": sorted(int(number) for number in numbers if number.isdigit()),
+            "sampled": [*self._conversations()],
         }
 
     def _history(self) -> JsonObject:
@@ -196,9 +172,41 @@ class RunView:
             return whole_run(trace, sizes)
         return content_of(last_spans(trace, len(rows) - LIVE_STEPS), sizes)
 
-    def samples(self, step: int) -> list[JsonObject]:
-        """The conversations of a step, as `RunFolder.add_samples` wrote them; none if they were deleted."""
-        return [dict(row) for row in read_lines(self.folder / f"responses/step-{step:06d}.jsonl")]
+    def _conversations(self) -> dict[str, Path]:
+        """The files with conversations, by what the page calls them: evaluations, then steps by their numbers."""
+        rows = [row for row in self._evaluations.read() if "table" in row]
+        named = {f"{row['benchmark']}, version {row['weight_version']}": self.folder / row["table"] for row in rows}
+        steps = {str(step): path for step, path in RunFolder(self.folder).all_samples()}
+        return {name: table for name, table in named.items() if table.is_file()} | steps
+
+    def samples(self, name: str) -> list[JsonObject]:
+        """The conversations of a step, as `RunFolder.add_samples` wrote them, or the first ones of an evaluation, by a
+        name in `rest`; none if they were deleted."""
+        file = self._conversations().get(name)
+        if file is None or name.isdecimal():
+            return [dict(row) for row in read_lines(file)] if file is not None else []
+        return [
+            {
+                **one,
+                **{key: row[key] for key in WHOSE},
+                "response": one["text"],
+                "detail": one["answer"],
+                "tokens": None,
+            }
+            for row in islice(read_lines(file), EVALUATED)
+            for one in row.get("responses", ())
+        ]
+
+
+def newest_notices(rows: Sequence[JsonObject]) -> list[JsonObject]:
+    """The notices of a run without those that a later one replaces: of each count, only the newest line."""
+    newest: dict[object, JsonObject] = {}
+    for place, row in enumerate(rows):
+        counts = COUNTS.match(row["text"])
+        kind = (row["stage"], row["text"][counts.end() :].partition(":")[0]) if counts else place
+        newest.pop(kind, None)
+        newest[kind] = dict(row)
+    return list(newest.values())
 
 
 def _facts(settings: JsonObject) -> JsonObject:
@@ -213,7 +221,7 @@ def _facts(settings: JsonObject) -> JsonObject:
         "data": str(settings.get("data", {}).get("train", "")),
         "mode": str(train.get("mode", "")),
         "a step": f"{prompts} × {responses}",
-        "algorithm": f"{algorithm.get('advantage')}, {algorithm.get('loss')}",
+        "algorithm": f"advantage {algorithm.get('advantage')}, loss {algorithm.get('loss')}",
     }
 
 

@@ -120,8 +120,7 @@ class WatchServer:
         return await self._read(lambda: self._view.timeline(whole))
 
     async def _samples(self, request: web.Request) -> web.Response:
-        step = _number(request, "step")
-        return await self._read(lambda: self._view.samples(step))
+        return await self._read(lambda: self._view.samples(request.query.get("of", "")))
 
 
 def _source(request: web.Request) -> Mapping[str, str]:

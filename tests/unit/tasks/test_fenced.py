@@ -1,7 +1,10 @@
 """Two flows of one run folder, and a flow whose orchestrator was taken over."""
 
 import contextlib
+import json
 import sys
+import time
+from pathlib import Path
 
 import mlflow
 import pytest
@@ -11,18 +14,37 @@ from engine.config import Config, Run
 from engine.errors import RewardError, TakenOver
 from engine.run.folder import RunFolder
 from engine.run.run_file import RunStart, read_run
-from support.run_folders import newer_attempt
+from support.run_folders import EVALUATION, add_line, newer_attempt
 from tasks.attempt import Stages, count_attempt, evaluation_failure, run_folder, write_fenced
 from tasks.stages import orchestrator_process, train
 from tasks.stages.evaluate import run_folder as evaluated_folder
 from tasks.stages.flow_entry import enter_flow
-from tasks.tracking import tracked_run
+from tasks.tracking import evaluations, run_page, tracked_run
 from tasks.tracking.store import TrackingAway
 
 
 @pytest.fixture
 def config(tmp_path):
     return Config(run=Run(name="mine", output=str(tmp_path)))
+
+
+@pytest.fixture(scope="module")
+def store(tmp_path_factory):
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture
+def tracked(store, request):
+    """The config of a run that shares its MLflow store, which takes seconds to make, and has an evaluation."""
+    config = Config(run=Run(name=f"run-{abs(hash(request.node.name))}", output=str(store)))
+    config.folder.mkdir()
+    add_evaluation(config, 0, 0.421875)
+    return config
+
+
+def add_evaluation(config, version, accuracy):
+    row = EVALUATION | {"avg_at_k": accuracy, "weight_version": version, "step": version, "table": "none"}
+    add_line(config.folder / "evaluations.jsonl", **row)
 
 
 def test_the_older_flow_does_no_further_stage_and_writes_none(config):
@@ -98,13 +120,62 @@ def test_the_training_of_the_older_flow_ends_before_a_step_is_logged(config, mon
     assert not folder.failure.exists()
 
 
-def test_the_mlflow_run_goes_on_in_the_process_that_writes_the_run_now(config):
-    RunFolder(config.folder).create(config, resume=False)
-    with pytest.raises(TakenOver), tracked_run.track_run(config) as run:
+def test_the_mlflow_run_goes_on_in_the_process_that_writes_the_run_now(tracked):
+    with pytest.raises(TakenOver), tracked_run.track_run(tracked) as run:
         raise TakenOver("another orchestrator writes it now")
     client = mlflow.MlflowClient()
     assert client.get_run(run).info.status == "RUNNING"
     assert client.list_artifacts(run) == []
+    assert not (tracked.folder / "timeline.html").exists()
+
+
+def page_of(config):
+    """What the page in the run folder shows; MLflow has the same page."""
+    page = (config.folder / "timeline.html").read_text()
+    run = tracked_run.find_run(config)
+    logged = mlflow.artifacts.download_artifacts(run_id=run, artifact_path="timeline.html")
+    assert Path(logged).read_text() == page
+    return json.loads(page.partition('<script type="application/json" id="data">')[2].partition("</script>")[0])
+
+
+def test_the_page_is_drawn_after_the_last_stage_and_again_after_an_evaluation(tracked):
+    with enter_flow(tracked, RunStart(), resume=False) as finished, tracked_run.track_run(tracked):
+        finished.once("train", lambda: 50)
+        add_evaluation(tracked, 50, 0.9765625)
+        finished.once("announce", lambda: None)
+    shown = page_of(tracked)
+    assert shown["state"]["state"] == "finished"
+    assert [row["avg_at_k"] for row in shown["rest"]["evaluations"]] == [0.421875, 0.9765625]
+    add_evaluation(tracked, 50, 0.875)
+    evaluations.log_or_say(tracked)
+    assert page_of(tracked)["rest"]["evaluations"][-1]["avg_at_k"] == 0.875
+
+
+@pytest.mark.parametrize(
+    ("ended", "state", "reason"),
+    [
+        (RewardError("it raised"), "failed", "RewardError: it raised"),
+        (KeyboardInterrupt(), "stopped", "Stopped: ended by SIGINT"),
+    ],
+)
+def test_the_page_of_a_run_that_was_ended_says_why_and_how_it_goes_on(tracked, ended, state, reason):
+    with pytest.raises(type(ended)), enter_flow(tracked, RunStart(), False), tracked_run.track_run(tracked):
+        raise ended
+    shown = page_of(tracked)["state"]
+    assert (shown["state"], shown["failure"]) == (state, reason)
+    assert f" run --resume --set run.name={tracked.run.name} --set run.output=" in shown["resume"]
+
+
+def test_a_page_that_takes_long_holds_an_interruption_up_for_seconds(tracked, monkeypatch, capsys):
+    command = [sys.executable, "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr(run_page, "timeline_command", lambda folder: command)
+    monkeypatch.setattr(run_page, "HURRY_S", 1.0)
+    began = time.monotonic()
+    with pytest.raises(KeyboardInterrupt), enter_flow(tracked, RunStart(), False), tracked_run.track_run(tracked):
+        raise KeyboardInterrupt
+    assert time.monotonic() - began < 15
+    assert "it took more than 1 s; draw it: " in capsys.readouterr().err
+    assert not (tracked.folder / "logs/timeline.log").exists()
 
 
 @pytest.mark.parametrize(("ended", "name"), [(KeyboardInterrupt(), "SIGINT"), (TerminationSignal(15), "SIGTERM")])

@@ -18,12 +18,13 @@ from engine.run.identity import claim_run
 from engine.run.progress import read_progress
 from engine.run.resume import check_continues
 from engine.run.run_file import read_run
+from engine.run.run_status import why_ended
 from engine.run.served_model import weight_version
 from engine.run.trace import Trace, read_spans
 from engine.tools.watch.page import draw_page
 from support.damages import damaged
 from support.run_folders import add_line, finished, interrupted
-from tasks.attempt import Stages, count_attempt, last_end
+from tasks.attempt import Stages, count_attempt
 from tasks.cluster.flow_run import name_of
 from tasks.commands.compare import from_folder
 from tasks.stages import resume_checks
@@ -56,7 +57,7 @@ def reads(path):
     step."""
     folder = RunFolder(path)
     config = folder.read_config()
-    last_end(folder)
+    why_ended(folder)
     claim_run(config, resume=True)
     training_problems(config)
     count_attempt(folder, "training", 99, "it was ended", by_hand=True)
@@ -87,7 +88,7 @@ def checks(path, config=None):
     if state is not None:
         check_continues(config, state, state["inputs"], state["model"])
     begun_by_this_flow(folder)
-    last_end(folder)
+    why_ended(folder)
     name_of(folder)
     read_progress(folder.progress)
     read_report(path)

@@ -11,8 +11,9 @@ from engine.errors import RewardError, Stopped
 from engine.run.files import append_line
 from engine.run.folder import RunFolder
 from engine.run.lock import hold_lock
-from engine.run.run_file import update_run
+from engine.run.run_file import START, update_run
 from flows.cli import app
+from support.run_folders import EVALUATION
 from tasks.attempt import RegisteredPolicy
 
 REASON = "reward.function, prompt 7: it raised ZeroDivisionError"
@@ -32,6 +33,7 @@ def said(tmp_path, monkeypatch):
         (folder.logs / "instance-0.log").write_text("INFO 11-27 22:00:01 [core.py:58] loads\n")
         os.utime(folder.logs / "instance-0.log", (1795730401, 1795730401))
     folder.write_failure(RewardError(REASON))
+    folder.fence.begin_attempt("training", START)
     night = RunFolder(tmp_path / "night")
     figures = {"step_s": 1800.0, "trained_tokens": 7200, "tokens_per_s_per_device": 2.0, "reward_mean": 0.5}
     for step in range(2):
@@ -79,6 +81,56 @@ def test_the_status_says_how_far_a_run_is_and_why_it_failed(said):
     assert "time left        1:00:00" in said("status", "night")
     assert REASON in said("status", "bad (try 2)").replace("\n", " ")
     assert "no such run" in said("status", "other", code=2)
+
+
+def test_what_status_says_to_type_works_from_any_folder(said, tmp_path):
+    told = said("status", "bad")
+    assert f" logs {tmp_path / 'bad'}\n" in told
+    [resume] = [line.split() for line in told.splitlines() if line.startswith("  resume ")]
+    assert resume[2:] == ["train", "--resume", "--set", "run.name=bad", "--set", f"run.output={tmp_path}"]
+    assert "resume" not in said("status", "night")
+
+
+def test_a_pipeline_that_died_before_its_first_step_is_not_finished(said, tmp_path):
+    folder = RunFolder(tmp_path / "bad")
+    folder.failure.unlink()
+    append_line(folder.evaluations, EVALUATION)
+    update_run(folder.path, stages={"prepare data": {}, "evaluate version 0": {}}, flow_run="gone")
+    for listed in (said("runs").splitlines()[2], said("status", "bad")):
+        assert "Died" in listed
+        assert "its process died without a message" in listed
+    update_run(folder.path, attempts=())  # `metronome evaluate` alone
+    assert "Evaluated" in said("status", "bad")
+    assert "0/4" not in said("runs").splitlines()[2]
+
+
+def test_a_flow_that_waits_or_goes_on_has_the_servers_state_and_one_that_ended_its_folders(said, monkeypatch, tmp_path):
+    def server(url, wanted):
+        return [
+            {"id": name, "name": name, "state_type": kind, "state_name": state}
+            for name, kind, state in (("night", "RUNNING", "Cancelling"), ("bad", "COMPLETED", "Completed"))
+        ]
+
+    for name in ("night", "bad"):
+        update_run(tmp_path / name, flow_run=name)
+    monkeypatch.setenv("PREFECT_API_URL", "any")
+    monkeypatch.setattr("tasks.commands.run_reports.post_json", server)
+    assert [line.split()[:2] for line in said("runs").splitlines()[1:3]] == [["night", "Cancelling"], ["bad", "Failed"]]
+
+
+def test_a_resumed_run_that_goes_on_has_no_failure_but_says_why_it_was_resumed(said, tmp_path):
+    night = RunFolder(tmp_path / "night")
+    night.fence.begin_attempt("training", "ended by SIGKILL")
+    assert "resumed          1 time, last after: ended by SIGKILL" in said("status", "night")
+    night.fence.begin_attempt("flow", "")
+    night.fence.begin_attempt("training", START)
+    assert "last after: ended by SIGKILL" in said("status", "night")
+    assert "fail" not in said("status", "night")
+
+
+def test_a_folder_of_runs_that_is_not_there_is_an_error():
+    done = CliRunner().invoke(app, ["runs", "--output", "nowhere"])
+    assert (done.exit_code, done.stderr) == (2, "error: --output nowhere: no such folder\n")
 
 
 def test_a_run_that_does_not_go_on_has_no_time_left(said, tmp_path):

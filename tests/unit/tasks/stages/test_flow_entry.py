@@ -10,7 +10,7 @@ from engine.errors import BadInput
 from engine.run.files import append_line
 from engine.run.folder import RunFolder
 from engine.run.run_file import RunStart, read_run
-from tasks.attempt import last_end
+from engine.run.run_status import why_ended
 from tasks.stages.flow_entry import begun_by_this_flow, enter_flow, read_settled_config
 from tasks.tracking.store import TrackingAway
 
@@ -102,4 +102,4 @@ def test_a_deployed_flow_run_that_mlflow_is_away_from_ends_as_crashed(flow_run, 
     monkeypatch.setenv("PREFECT__RUNTIME__DEPLOYMENT__ID", "nightly")
     with pytest.raises(SystemExit, match="MLflow did not answer"), enter_flow(config, RunStart(), resume=False):
         raise TrackingAway("MLflow did not answer")
-    assert last_end(RunFolder(config.folder)) == "MLflow did not answer"
+    assert why_ended(RunFolder(config.folder))[1] == "MLflow did not answer"

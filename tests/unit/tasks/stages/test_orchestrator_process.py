@@ -6,13 +6,11 @@ from types import SimpleNamespace
 import pytest
 
 from engine.config import Config, Model, Rollout, Run, Train
-from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied, RatioGapError, TakenOver
+from engine.errors import BadInput, DeadlineError, MetronomeError, ProcessDied, RatioGapError
 from engine.run import limits
 from engine.run.folder import RunFolder
-from engine.run.trace import Trace
-from tasks.attempt import write_fenced
 from tasks.stages import orchestrator_process
-from tasks.stages.orchestrator_process import Silence, run_training, timeline_at_end
+from tasks.stages.orchestrator_process import Silence, run_training
 from tasks.terminal import interruption
 
 
@@ -155,54 +153,3 @@ def test_signs_of_life_end_the_silence_and_of_a_pause_in_which_this_process_slep
     after([3600.0, *[1.0] * (limit_s - 5)])
     with pytest.raises(DeadlineError, match=f"no sign of life for {limit_s} s"):
         after([0.1])
-
-
-DRAWS = """
-import pathlib, sys, time
-folder = pathlib.Path(sys.argv[1])
-(folder / "timeline.html").write_text((folder / "failure.json").read_text())
-time.sleep(float(sys.argv[2]))
-"""
-
-
-@pytest.fixture
-def traced(tmp_path, monkeypatch):
-    """A run folder with a span."""
-    monkeypatch.setattr(interruption, "_command", interruption._Command())
-    folder = RunFolder(tmp_path / "mine")
-    folder.create(Config(), resume=False)
-    trace = Trace(folder.trace, "orchestrator")
-    trace.add_span("sync", 1.0, 2.0, step=0)
-    trace.flush()
-    return folder
-
-
-@pytest.mark.parametrize(("takes_s", "told"), [(0, ""), (600, "it took more than 1 s; draw it: ")])
-def test_a_timeline_is_drawn_when_the_end_is_written_and_holds_an_interruption_up_for_seconds(
-    traced, monkeypatch, capsys, takes_s, told
-):
-    command = [sys.executable, "-c", DRAWS, str(traced.path), str(takes_s)]
-    monkeypatch.setattr(orchestrator_process, "timeline_command", lambda folder: command)
-    monkeypatch.setattr(orchestrator_process, "HURRY_S", 1.0)
-    began = time.monotonic()
-    with pytest.raises(KeyboardInterrupt), timeline_at_end(traced), write_fenced(traced, 0):
-        raise KeyboardInterrupt
-    assert time.monotonic() - began < 10
-    assert "ended by SIGINT" in (traced.path / "timeline.html").read_text()
-    assert told in capsys.readouterr().err
-    assert not (traced.logs / "timeline.log").exists()
-
-
-def test_a_crash_is_drawn_once_its_resumes_are_over_and_a_run_that_was_taken_over_is_not(traced, orchestrator, capsys):
-    orchestrator("raise OSError")
-    page = traced.path / "timeline.html"
-    config = Config(run=Run(name=traced.path.name, output=str(traced.path.parent)))
-    with pytest.raises(ProcessDied):
-        run_training(config)
-    with pytest.raises(TakenOver), timeline_at_end(traced):
-        raise TakenOver
-    assert not page.exists()
-    with pytest.raises(ProcessDied), timeline_at_end(traced):
-        run_training(config)
-    assert '"sync"' in page.read_text()
-    assert capsys.readouterr().err == ""

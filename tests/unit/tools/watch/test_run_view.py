@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
 from types import SimpleNamespace
@@ -13,14 +14,19 @@ from engine.run import trace
 from engine.run.files import append_line
 from engine.run.folder import RunFolder
 from engine.run.lock import hold_lock
+from engine.run.progress import Progress, write_progress
+from engine.run.run_file import START, update_run
 from engine.run.trace import Trace, last_spans, read_spans
 from engine.tools.watch import run_view
 from engine.tools.watch.run_view import RunView
+from support.run_folders import EVALUATION
 
 
 @pytest.fixture
 def folder(tmp_path):
     (tmp_path / "config.toml").write_text('[train]\nsteps = 4\nmode = "periodic"\n')
+    for name in ("logs", "evaluations"):
+        (tmp_path / name).mkdir()
     return RunFolder(tmp_path)
 
 
@@ -66,9 +72,20 @@ def test_a_file_system_with_large_inode_numbers_tells_no_step_twice(folder, monk
     assert view.steps(after=2, of=of)["first"] == 2
 
 
+def begin(folder, what="training", stages=(), flow_run=""):
+    folder.fence.begin_attempt(what, START)
+    update_run(folder.path, stages=dict.fromkeys(stages), flow_run=flow_run)
+
+
 def test_the_state_is_that_of_the_folder(folder):
     view = RunView(folder.path)
-    assert view.state()["state"] == "died"
+    begin(folder)
+    told = view.state()
+    assert (told["state"], told["failure"].startswith("its process died without a message")) == ("died", True)
+    program, *command = shlex.split(told["resume"])
+    assert command == sets_of_resume("train", folder)
+    (folder.logs / "orchestrator.log").write_text("2026-11-27 22:00:00.500 error: ended by SIGTERM\n")
+    assert view.state()["failure"] == "ended by SIGTERM"
     with hold_lock(folder.lock, "it", 0.0):
         assert view.state()["state"] == "starting"
         steps(folder, 0, 1)
@@ -76,13 +93,81 @@ def test_the_state_is_that_of_the_folder(folder):
         assert (told["state"], told["done"], told["steps"], told["left_s"]) == ("running", 2, 4, 4.0)
         folder.failure.write_text(json.dumps({"error": "RewardError", "message": "no"}))
         assert view.state()["state"] == "ending"
-    assert (view.state()["state"], view.state()["failure"]) == ("failed", ["RewardError", "no"])
+    assert (view.state()["state"], view.state()["failure"]) == ("failed", "RewardError: no")
     folder.failure.write_text(json.dumps({"error": "Stopped", "message": "by SIGTERM"}))
     assert view.state()["state"] == "stopped"
     folder.failure.unlink()
-    assert view.state(live=False)["state"] == "ended"
+    folder.policy.mkdir()
+    assert view.state()["state"] == "died"
     steps(folder, 2, 3)
-    assert view.state()["state"] == "finished"
+    with hold_lock(folder.lock, "it", 0.0):
+        told = view.state(live=False)
+    assert (told["state"], told["resume"], told["failure"]) == ("finished", "", "")
+
+
+def sets_of_resume(command, folder):
+    sets = (f"run.name={folder.path.name}", f"run.output={folder.path.parent}")
+    return [command, "--resume", *(part for one in sets for part in ("--set", one))]
+
+
+STAGES = ("prepare data", "evaluate version 0", "train", "publish", "announce")
+
+
+@pytest.mark.parametrize(
+    ("stages", "numbers", "word"),
+    [(STAGES[:2], (), "died"), (STAGES[:3], range(4), "died"), (STAGES, range(4), "finished"), (STAGES, (0,), "died")],
+)
+def test_a_pipeline_is_finished_after_its_last_stage(folder, stages, numbers, word):
+    """It has evaluated, and later trained, before that; its train.steps may have been raised since."""
+    begin(folder, "flow", stages, flow_run="any")
+    append_line(folder.evaluations, EVALUATION)
+    steps(folder, *numbers)
+    if numbers:
+        folder.policy.mkdir()
+    told = RunView(folder.path).state()
+    assert told["state"] == word
+    assert shlex.split(told["resume"])[1:] == ([] if word == "finished" else sets_of_resume("run", folder))
+
+
+def test_a_folder_of_an_evaluation_and_one_of_a_plan_say_so(folder, tmp_path):
+    append_line(folder.evaluations, EVALUATION)
+    told = RunView(folder.path).state()
+    assert (told["state"], told["steps"], told["resume"]) == ("evaluated", 0, "")
+    (folder.trace).mkdir()
+    (folder.trace / "simulated.jsonl").write_text("")
+    assert RunView(folder.path).state(live=False)["state"] == "simulated"
+
+
+def test_a_pipeline_that_trains_its_first_groups_runs(folder):
+    with hold_lock(folder.lock, "it", 0.0):
+        write_progress(folder.progress, Progress("4 of 8 groups trained", 0.01))
+        assert RunView(folder.path).state()["state"] == "running"
+
+
+def test_of_each_count_the_newest_notice_is_shown_and_of_other_notices_all(folder):
+    texts = ["116 of 622 responses were cut", "instance-0 joined", "1 of 8 groups have equal scores: all 0"]
+    texts += ["741 of 1,600 responses were cut", "instance-0 joined", "2 of 9 groups have equal scores: all 1"]
+    for text in texts:
+        folder.add_notice("rewards", text)
+    shown = [row["text"] for row in RunView(folder.path).rest()["notices"]]
+    assert shown == ["instance-0 joined", *texts[3:]]
+
+
+def test_the_responses_of_an_evaluation_are_conversations(folder):
+    """From before the first step on."""
+    response = {"text": "5", "answer": "5", "score": 0.0, "status": "ok", "finish_reason": "stop", "tokens": 2}
+    rows = [{"prompt_id": str(n), "problem": f"{n}+1", "answer": str(n + 1), "responses": [response]} for n in range(9)]
+    append_line(folder.evaluations, EVALUATION | {"table": "evaluations/one.jsonl", "weight_version": 0})
+    for row in rows:
+        append_line(folder.path / "evaluations/one.jsonl", row)
+    folder.samples_of(2).parent.mkdir()
+    append_line(folder.samples_of(2), {"problem": "1+1="})
+    view = RunView(folder.path)
+    assert view.rest()["sampled"] == ["heldout, version 0", "2"]
+    assert (view.samples("2"), view.samples("3")) == ([{"problem": "1+1="}], [])
+    shown = view.samples("heldout, version 0")
+    assert len(shown) == 8
+    assert (shown[1]["problem"], shown[1]["answer"], shown[1]["response"], shown[1]["detail"]) == ("1+1", "2", "5", "5")
 
 
 def test_a_watched_run_can_be_entered(folder, monkeypatch):
@@ -136,6 +221,6 @@ def test_it_writes_nothing(folder):
     steps(folder, 0)
     before = sorted(os.listdir(folder.path))
     view = RunView(folder.path)
-    for read in (view.state, view.steps, view.rest, lambda: view.timeline(True), lambda: view.samples(0)):
+    for read in (view.state, view.steps, view.rest, lambda: view.timeline(True), lambda: view.samples("0")):
         read()
     assert sorted(os.listdir(folder.path)) == before

@@ -87,8 +87,10 @@ async def test_a_damaged_file_becomes_a_sentence(tmp_path):
 
 
 async def test_a_file_that_is_gone_at_this_moment_becomes_a_sentence(tmp_path, monkeypatch):
-    (tmp_path / "steps.jsonl").write_text("")
+    (tmp_path / "evaluations.jsonl").write_text("")
+    (tmp_path / "responses").mkdir()
+    (tmp_path / "responses/step-000003.jsonl").symlink_to("gone")
     monkeypatch.setattr("pathlib.Path.exists", lambda path: True)  # as if it went between this and its opening
-    ((status, text, headers),) = await served(tmp_path, "127.0.0.1", [("/samples?step=3", {})])
+    ((status, text, headers),) = await served(tmp_path, "127.0.0.1", [("/samples?of=3", {})])
     assert (status, headers["X-Frame-Options"]) == (200, "DENY")
     assert "step-000003.jsonl: No such file or directory" in text
