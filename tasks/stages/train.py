@@ -114,7 +114,7 @@ def _link_page(config: Config) -> object:
         f"http://127.0.0.1:{PORT}/",
         link_text=f"{config.run.name} as it goes on",
         key="watch",
-        description=f"The page is there while {command} runs on {code_span(socket.gethostname())}. When the training "
+        description=f"The page is there while {command} runs on {code_span(socket.gethostname())}. When the run "
         "has ended, timeline.html in the run folder is the same page.",
     )
 

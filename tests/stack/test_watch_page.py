@@ -62,6 +62,7 @@ def folder(tmp_path):
     """A run of a thousand steps."""
     folder = RunFolder(tmp_path / "run")
     folder.create(Config(), resume=False)
+    folder.policy.mkdir()
     trace = Trace(folder.trace, "orchestrator")
     folder.steps.write_text("")
     for step in range(STEPS):
