@@ -12,7 +12,7 @@ from engine.config.recipe import find_file
 from engine.config.stages import REFERENCE_STAGE
 from engine.errors import BadInput
 from engine.model.shape import ModelShape, check_layout, read_shape
-from engine.run.limits import check_limits, stored_parameters
+from engine.run.limits import check_limits, check_memory, stored_parameters
 from engine.run.vllm_command import check_for_cpu, device_of, visible_devices, vllm_interpreter
 from engine.wire.access_token import check_address, is_loopback
 from engine.wire.address import AUTO, split_address
@@ -53,8 +53,10 @@ def check_rollouts(config: Config) -> ModelShape:
 def check_training(config: Config) -> None:
     """Raise BadInput unless instances can sample from the model, the trainer can lay it out as `parallel` says, this
     machine's limits suffice, the column store is installed, and the user's own algorithm functions work."""
-    check_layouts(config, check_rollouts(config))
+    shape = check_rollouts(config)
+    check_layouts(config, shape)
     check_limits(config, stored_parameters(find_file(config.model.path)))
+    check_memory(config, shape)
     check_store(config)
     algorithm = config.algorithm
     if any(":" in spec for spec in (algorithm.advantage, algorithm.loss, algorithm.gradient_control)):

@@ -18,7 +18,9 @@ from pathlib import Path
 
 from engine.config import Config
 from engine.errors import BadInput
+from engine.model.shape import ModelShape
 from engine.run.disk import reachable_limit
+from engine.run.memory import LOWERED_BY, host_need, is_on_cpu
 from engine.run.process import SHARED_MEMORY
 from engine.run.progress import format_size
 
@@ -104,6 +106,29 @@ def machine_limits(config: Config, parameters: int) -> Iterator[Limit]:
             formula=f"{CHECKPOINTS} checkpoints of {format_size(each)}, {format_size(policy)} of the trained policy",
             remedy="free space, or set run.output to another disk",
         )
+
+
+def memory_limits(config: Config, shape: ModelShape, training: bool = True) -> Iterator[Limit]:
+    """The memory of this machine, for a run that computes on its cores; without `training` for an evaluation alone."""
+    if not is_on_cpu(config) or config.cluster.engine == "ray":
+        return
+    need, largest = host_need(shape, config, training)
+    keys = [key for key in LOWERED_BY[largest.name] if not key.startswith("parallel.")]  # all ranks are here
+    yield Limit(
+        what="memory of this machine",
+        need=need.total,
+        has=need.available,
+        unit="bytes",
+        formula=", ".join(f"{term.name} {format_size(term.bytes)}" for term in need.terms),
+        remedy=f"the {largest.name} of a process need {format_size(largest.bytes)}: change {' or '.join(keys)}, or "
+        "take a smaller model",
+    )
+
+
+def check_memory(config: Config, shape: ModelShape, training: bool = True) -> None:
+    """Raise BadInput if what `memory_limits` counts does not fit."""
+    for limit in memory_limits(config, shape, training):
+        _check(limit)
 
 
 def check_limits(config: Config, parameters: int) -> None:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import math
+import os
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from engine.config import WINDOW_PER_STAGE, Config
 from engine.config.training import Parallel, Recompute
@@ -16,6 +19,10 @@ BYTES = {"float32": 4, "bfloat16": 2}
 RESERVE_GIB = 4.0
 """Allowance on a trainer's device for the driver's context, buffers of collectives and fragmentation. An estimate, not
 measured."""
+PROCESS_GIB = 0.5
+"""Allowance for a process that computes on a CPU: libraries and buffers."""
+OTHERS_GIB = 1.0
+"""Allowance for the other processes of a run: the command, Prefect's server, the orchestrator and the verifiers."""
 ENGINE_GIB = 3.0
 """Allowance on a rollout device, including the peak of vLLM's own profiling run. An estimate, not measured."""
 ENGINE_SHARE = 0.9
@@ -45,8 +52,9 @@ LOWERED_BY = {
     "logits": ("train.micro_batch_tokens", "parallel.tensor", "parallel.context"),
     "one layer's backward": ("train.micro_batch_tokens", "parallel.tensor", "parallel.context"),
     "sync buckets": ("weights.bucket_mb",),
+    "key-value cache": ("rollout.concurrency", "rollout.max_context"),
 }
-"""Name of a trainer's term → the keys on which it depends."""
+"""Name of a term → the keys on which it depends."""
 STATES = ("weights", "gradients", "optimizer", "frozen", "last gradient")
 """Names of the terms that stay in memory between two steps."""
 
@@ -90,6 +98,37 @@ class Need:
         return f"{parts} = {format_size(self.total)}, and it has {format_size(self.available)}"
 
 
+def is_on_cpu(config: Config) -> bool:
+    """Whether the trainer computes on cores. "auto" is one of an accelerator if this machine has the files of its
+    driver, as torch is too slow to ask."""
+    found = any(any(Path("/dev").glob(name)) for name in ("nvidia[0-9]*", "davinci[0-9]*"))
+    return config.platform.device == "cpu" or config.platform.device == "auto" and not found
+
+
+def host_memory(root: Path = Path("/")) -> float:
+    """Bytes of memory that the processes of a run may have together: the machine's, or less if a cgroup (v1 or v2) of
+    this process or one above it says so. `root`: where `proc` and `sys` are."""
+    least = float(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    own = root / "proc/self/cgroup"
+    for line in own.read_text().splitlines() if own.is_file() else ():
+        _, controllers, path = line.split(":", 2)
+        if controllers and "memory" not in controllers.split(","):
+            continue
+        top, name = ("memory", "memory.limit_in_bytes") if controllers else ("", "memory.max")
+        top = root / "sys/fs/cgroup" / top
+        group = top / path.lstrip("/")
+        for folder in (group, *group.parents):
+            if folder.is_relative_to(top) and (folder / name).is_file():
+                text = (folder / name).read_text().strip()
+                least = min(least, math.inf if text == "max" else float(text))
+    return least
+
+
+def device_bytes(config: Config) -> float:
+    """Memory of one device in bytes. A CPU's is this machine's, which all processes of the run share."""
+    return host_memory() if is_on_cpu(config) else config.platform.memory_gib * GIB
+
+
 def trainer_need(shape: ModelShape, config: Config) -> Need:
     """The memory of the trainer rank that needs most. Computes all pipeline stages, because the first and the last
     differ."""
@@ -102,11 +141,11 @@ def _stage_need(shape: ModelShape, config: Config, stage: int) -> Need:
     terms = (
         *_states(held, config),
         *_working(shape, config, stage),
-        Term("reserve", RESERVE_GIB * GIB, "our allowance"),
+        Term("reserve", (PROCESS_GIB if is_on_cpu(config) else RESERVE_GIB) * GIB, "our allowance"),
     )
     who = f"trainer rank of stage {stage + 1} of {config.parallel.pipeline}"
     left = 1.0 - (_engine_share(config) if config.rollout.share_devices else 0.0)
-    return Need(who, tuple(term for term in terms if term.bytes), left * config.platform.memory_gib * GIB)
+    return Need(who, tuple(term for term in terms if term.bytes), left * device_bytes(config))
 
 
 def allocator_share(config: Config, device: float) -> float:
@@ -267,15 +306,34 @@ def instance_need(shape: ModelShape, config: Config) -> tuple[Need, Room]:
     least = rollout.max_context * (1 if vllm else kept)
     terms = (
         Term("weights", weights, f"{weights / size / 1e6:,.1f} M parameters × {size} bytes"),
-        Term("engine", ENGINE_GIB * GIB if vllm else 0.0, "our allowance"),
+        Term("engine", (ENGINE_GIB if vllm else PROCESS_GIB * is_on_cpu(config)) * GIB, "our allowance"),
         Term("key-value cache", per_token * least, f"{least:,} tokens × {per_token:,} bytes, at least"),
     )
-    device = config.platform.memory_gib * GIB
+    device = device_bytes(config)
     # vLLM's share has no room for buckets
     beside = _sync_term(shape, config, 0 if config.weights.staged else RECEIVED).bytes
     need = Need("rollout device", tuple(term for term in terms if term.bytes), min(share * device, device - beside))
     left = need.available - need.total + per_token * least
     return need, Room(per_token, max(0, int(left // per_token)), wanted)
+
+
+def host_need(shape: ModelShape, config: Config, training: bool = True) -> tuple[Need, Term]:
+    """The memory of all processes of a run, or without `training` of an evaluation alone, on this machine's cores; and
+    the largest term of one process that a key lowers."""
+    instance, _ = instance_need(shape, config)
+    lowered = [*instance.part(states=False)]
+    count = config.rollout.instances if training else max(1, config.rollout.instances)
+    terms = [Term("instances", count * instance.total, f"{count} × {format_size(instance.total)}")]
+    if training:
+        trainer = trainer_need(shape, config)
+        ranks = config.parallel.ranks_per_node
+        held = config.scorer_ranks * (total_parameters(shape) * BYTES[config.train.dtype] + PROCESS_GIB * GIB)
+        terms.insert(0, Term("trainer", ranks * trainer.total, f"{ranks} × {format_size(trainer.total)}"))
+        terms.append(Term("scorers", held, "weights and our allowance"))
+        lowered += trainer.part(states=False)
+    terms.append(Term("other processes", OTHERS_GIB * GIB, "our allowance"))
+    need = Need("this machine", tuple(term for term in terms if term.bytes), host_memory())
+    return need, max(lowered, key=lambda term: term.bytes)
 
 
 def _alone(config: Config) -> Parallel:

@@ -29,6 +29,7 @@ from engine.orchestrator.workers.verifier_pool import VerifierPool
 from engine.run.checkpoint_store import place_of
 from engine.run.folder import RunFolder
 from engine.run.identity import check_unclaimed, published_checkpoints
+from engine.run.limits import check_memory
 from engine.run.lock import check_not_held
 from engine.run.progress import folder_size, format_size
 from engine.run.s3 import SCHEME
@@ -158,7 +159,7 @@ def check_inputs(
         check_training(config)
         _check_device(config)
     else:
-        check_rollouts(config)
+        check_memory(config, check_rollouts(config), training=False)
     with show_progress("check", since_now("encoding the prompts")):
         tokenizer, prompt = _check_encoding(config, problems, [one.problems for one in benchmarks])
     if prompt is not None and sampling:

@@ -60,6 +60,11 @@ REFUSED = {
     "another model's tokenizer": (a_model(with_another_vocabulary), [], "but the model's vocab_size is 40"),
     "another device": (nothing, ["platform.device=cuda"], 'platform.device = "cuda"'),
     "more than the machine's limits": (nothing, ["rollout.concurrency=10000000"], "open files: the run needs"),
+    "more than the machine's memory": (
+        nothing,
+        ["train.micro_batch_tokens=100000000"],
+        "memory of this machine: the run",
+    ),
     "a store of MLflow that is none": (nothing, ["tracking.uri=gone://here"], "MLflow cannot use it"),
 }
 

@@ -12,8 +12,8 @@ from engine.errors import BadInput, counted
 from engine.evaluation.benchmarks import with_evaluation_context
 from engine.model.shape import ModelShape
 from engine.orchestrator.checks import check_layouts, unfit_rollouts, unreached
-from engine.run.limits import Limit, machine_limits
-from engine.run.memory import Need, Room, host_bytes, instance_need, total_parameters, trainer_need
+from engine.run.limits import Limit, machine_limits, memory_limits
+from engine.run.memory import Need, Room, host_bytes, instance_need, is_on_cpu, total_parameters, trainer_need
 from engine.run.progress import format_size
 from engine.tools.dry_run.model_shape import shape_of
 
@@ -54,7 +54,7 @@ def plan_run(config: Config) -> RunPlan:
         *_lengths(made),
         *_batch(made),
         *_devices(made),
-        *_memory(made.trainer, made.instance),
+        *(() if is_on_cpu(config) else _memory(made.trainer, made.instance)),
         *_too_little(made),
     ]
     _check(reasons)
@@ -71,7 +71,10 @@ def evaluation_sections(config: Config) -> dict[str, dict[str, str]]:
     count = max(1, config.rollout.instances) + config.dry_run.joining
     devices = count * config.rollout.tensor
     told = f"rollouts {count} × {config.rollout.tensor}"
-    _check([*unfit_rollouts(config, shape), *_too_many(config, devices, told), *_memory(instance)])
+    limits = list(memory_limits(config, shape, training=False))
+    reasons = [limit.refusal for limit in limits if not limit.suffices]
+    reasons += () if is_on_cpu(config) else _memory(instance)
+    _check([*unfit_rollouts(config, shape), *_too_many(config, devices, told), *reasons])
     return {
         "Model": _model(config, shape, source),
         "Devices": {"in all": f"{told} = {devices}"},
@@ -170,7 +173,8 @@ def has_device(config: Config) -> bool:
 
 
 def _machine(made: RunPlan) -> Iterator[Limit]:
-    return machine_limits(made.config, total_parameters(made.shape))
+    yield from machine_limits(made.config, total_parameters(made.shape))
+    yield from memory_limits(made.config, made.shape)
 
 
 def _device_sum(made: RunPlan) -> str:

@@ -5,12 +5,14 @@ import shutil
 from collections import namedtuple
 
 import numpy
+import psutil
 import pytest
 from safetensors.numpy import save_file
 
 from engine.config import Algorithm, Config, DryRun, Evaluate, Parallel, Platform, Rollout, Run, tree
 from engine.errors import BadInput
-from engine.run import limits
+from engine.run import limits, memory
+from engine.tools.dry_run.model_shape import shape_of
 from support.runs import config_of
 
 Usage = namedtuple("Usage", "total used free")
@@ -101,6 +103,62 @@ def test_two_checkpoints_and_the_policy_that_do_not_fit_are_refused_by_size(tmp_
     said = r"disk space at .*: the run needs 33.5 GiB \(2 checkpoints of 14.9 GiB, 3.7 GiB of the trained policy\)"
     with pytest.raises(BadInput, match=said):
         limits.check_limits(config, 10**9)
+
+
+GROUPS = {
+    "version 2: above the process": (
+        {"a/memory.max": "max", "a/b/memory.max": "max", "memory.max": "1000"},
+        "0::/a/b",
+        1000,
+    ),
+    "version 2: its own": ({"a/b/memory.max": "900\n", "memory.max": "1000\n"}, "0::/a/b", 900),
+    "version 1": (
+        {"memory/a/memory.limit_in_bytes": "800", "cpu/a/memory.limit_in_bytes": "1"},
+        "3:cpu:/a\n4:memory:/a",
+        800,
+    ),
+    "version 1, no limit": ({"memory/memory.limit_in_bytes": str(2**63 - 4096)}, "4:hugetlb,memory:/", None),
+    "a path of the host": ({"memory.max": "700"}, "0::/kubepods/pod1", 700),
+    "no cgroup": ({}, None, None),
+}
+
+
+@pytest.mark.parametrize(("files", "groups", "wanted"), GROUPS.values(), ids=GROUPS)
+def test_memory_is_the_machines_or_the_cgroups(tmp_path, files, groups, wanted):
+    files = {f"sys/fs/cgroup/{name}": text for name, text in files.items()}
+    files |= {"proc/self/cgroup": f"{groups}\n"} if groups else {}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert memory.host_memory(tmp_path) == (wanted or psutil.virtual_memory().total)
+
+
+@pytest.mark.parametrize(
+    ("keys", "what"),
+    [
+        (
+            [],
+            r"trainer 37[.\d]+ GiB, instances 24[.\d]+ GiB, other processes 1.0 GiB\).*change rollout.concurrency or",
+        ),
+        (["parallel.data=3"], r"trainer 112[.\d]+ GiB"),
+        (
+            ["train.micro_batch_tokens=40000"],
+            r"the activations of a process need .* change train.recompute or train.micro",
+        ),
+        (["platform.device=auto"], r"trainer 37"),
+    ],
+)
+def test_a_cpu_has_the_memory_of_its_machine_for_all_processes_together(monkeypatch, keys, what):
+    """platform.memory_gib is an accelerator's. 1.7 G parameters of 16 bytes, and of 4 on the instance."""
+    shape = shape_of("Qwen/Qwen3-1.7B")[0]
+    config = config_of(
+        {"platform.device": "cpu", "train.micro_batch_tokens": 2048} | dict(key.split("=") for key in keys)
+    )
+    monkeypatch.setattr(memory, "host_memory", lambda: 30.0 * memory.GIB)
+    with pytest.raises(BadInput, match=rf"memory of this machine: the run needs [\d.]+ GiB \(.*{what}"):
+        limits.check_memory(config, shape)
+    monkeypatch.setattr(memory, "host_memory", lambda: 5000.0 * memory.GIB)
+    limits.check_memory(config, shape)
 
 
 def test_parameters_are_counted_in_the_files(tmp_path):
