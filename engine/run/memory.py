@@ -114,8 +114,8 @@ def host_memory(root: Path = Path("/")) -> float:
         _, controllers, path = line.split(":", 2)
         if controllers and "memory" not in controllers.split(","):
             continue
-        top, name = ("memory", "memory.limit_in_bytes") if controllers else ("", "memory.max")
-        top = root / "sys/fs/cgroup" / top
+        mount, name = ("memory", "memory.limit_in_bytes") if controllers else ("", "memory.max")
+        top = root / "sys/fs/cgroup" / mount
         group = top / path.lstrip("/")
         for folder in (group, *group.parents):
             if folder.is_relative_to(top) and (folder / name).is_file():
