@@ -13,7 +13,7 @@ from typing import Any
 
 from engine.config import Config
 from engine.data.problem_files import spell_value
-from engine.reward.extraction import last_boxed
+from engine.reward.extraction import boxed_answer
 from engine.reward.math.canonical import join_thousands
 from engine.types import JsonObject
 
@@ -171,7 +171,7 @@ def _answer(row: Mapping[str, Any], named: str) -> tuple[str, Any, bool]:
         if name == "final_answer" and isinstance(answer, list):
             answer = ", ".join(spell_value(one) for one in answer if not is_missing(one))
         if name == SOLUTION != named and isinstance(answer, str) and not gsm8k:
-            answer = last_boxed(answer) or (answer if columns == [SOLUTION] else None)
+            answer = boxed_answer(answer) or (answer if columns == [SOLUTION] else None)
         if not is_missing(answer):
             return name, answer, gsm8k
     return (columns[0], *_stated(column(row, columns[0]))) if columns else ("", None, False)

@@ -63,8 +63,8 @@ async def majority_votes(groups: Sequence[Group], reward: str, verifier: Respons
 async def _majority(group: Group, reward: str, verifier: ResponseScorer) -> Majority:
     right: Counter[str] = Counter()
     wrong: Counter[str] = Counter()
-    for response, score in zip(group.responses, group.scores, strict=True):
-        text = READ[reward](response.text)
+    texts = await asyncio.to_thread(lambda: [READ[reward](response.text) for response in group.responses])
+    for text, score in zip(texts, group.scores, strict=True):
         if is_right(score):
             right[group.prompt.answer if text is None else text] += 1
         elif text is not None and not score.excluded:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-from engine.reward.extraction import last_boxed, listed_boxes, stated_answers
+from engine.reward.extraction import boxed_answer, listed_boxes, stated_answers
 from engine.reward.math.answers import tidy_answer
 from engine.reward.math.canonical import canonical_latex
 from engine.reward.math.equality import same_answer
@@ -40,7 +40,7 @@ def math(prompt: Prompt, response: Response) -> Score:
     r"""1 if the answer that the response states (`extraction.stated_answers`) is the answer (`equality.same_answer`).
     Several boxes also count if each of them is."""
     stated = next(iter(stated_answers(response.text)), "")
-    gold = last_boxed(prompt.answer)
+    gold = boxed_answer(prompt.answer)
     gold = prompt.answer if gold is None else gold
     boxes = listed_boxes(response.text)
     try:
