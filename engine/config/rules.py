@@ -296,8 +296,8 @@ def _check_partial(config: Tree) -> None:
     mode = config.train.mode
     if config.rollout.partial and config.rollout.program:
         raise ValueError(
-            "rollout.partial can't be combined with rollout.program: all turns of a response come from the same "
-            "weights. Remove one of the two keys"
+            "rollout.partial can't be combined with rollout.program: a turn under way ends under the weights that it "
+            "began with. Remove one of the two keys"
         )
     if config.rollout.partial and mode in ("sync", "periodic"):
         raise ValueError(

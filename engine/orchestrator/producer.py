@@ -347,8 +347,8 @@ class Producer:
     async def _run_program(
         self, programs: ProgramPool, work: _PendingGroup, number: int, place: Place
     ) -> PackedResponse | None:
-        """Sample the turns of a response. Return the response, or None if the instance failed on a turn: the turn, or
-        all turns, are then sampled again with the same seeds, elsewhere if another instance serves."""
+        """Sample the turns of a response. Return the response, or None if the instance failed on a turn: the turn is
+        then sampled again with the same seed, elsewhere if another instance serves."""
         if number not in work.episodes:
             work.episodes[number] = programs.begin_episode(work.prompt, work.seeds[number], self._sampling)
         episode = work.episodes[number]
@@ -371,7 +371,6 @@ class Producer:
             )
             if sampled is None:
                 work.so_far.pop(number, None)
-                episode.wait_for_instance(keep=not work.busy)  # a paused instance gets new weights
                 return None
             episode.add_turn(sampled)
 

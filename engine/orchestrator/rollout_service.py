@@ -19,6 +19,7 @@ from engine.orchestrator.workers.program_pool import ProgramPool
 from engine.orchestrator.workers.verifier_pool import VerifierPool
 from engine.run.run_inputs import kept_code
 from engine.run.trace import Trace
+from engine.schedule import Schedule
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,7 @@ async def rollout_service(
             if programs is not None:
                 await programs.start(tokenizer.for_verifiers)
             partial = synced and config.rollout.partial
+            mixed = synced and not Schedule.of(config.train, config.rollout.partial).exact
             producer = Producer(
                 pool=pool,
                 verifier=verifier,
@@ -87,6 +89,7 @@ async def rollout_service(
                     model=model,
                     stop=tokenizer.stop_ids,
                     partial=partial,
+                    mixed=mixed,
                     routes=synced and config.algorithm.routing_replay,
                     seeded=not synced or config.rollout.seeded,
                 ),

@@ -265,8 +265,6 @@ class Server:
             return _error(425, "the run does not accept instances yet")
         if pool.failure is not None:
             return _error(503, f"the run is ending: {pool.failure}")
-        if (name, url) in pool.refused:
-            raise BadInput(pool.refused[name, url])
         if pool.weights and body.get("weights") != pool.weights:
             raise BadInput(f"{name} does not hold the weights that are evaluated: start it with a copy of their folder")
         if again and name in self._left:

@@ -1,7 +1,7 @@
 """Evaluates a model on benchmarks outside a run, with its own rollout instances.
 
-No trainer sends weights: the instances load them from disk. One that joins has loaded a folder of the same content, and
-proves that it computes with it before any of its responses counts.
+No trainer sends weights: the instances load them from disk. One that joins was started from a folder of the same
+content, and serves these weights again if a training has given it others.
 """
 
 from __future__ import annotations
@@ -14,10 +14,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from engine.config import Config
-from engine.errors import DeadlineError, WeightSyncError, counted
+from engine.errors import counted
 from engine.evaluation.benchmarks import (
     Benchmark,
-    EncodedBenchmark,
     encode_benchmarks,
     read_benchmarks,
     run_clock,
@@ -27,11 +26,9 @@ from engine.evaluation.results import Subject, record_evaluation
 from engine.evaluation.tables import kind_of_average
 from engine.model.shape import content_hash
 from engine.orchestrator.pool.instance import Instance
-from engine.orchestrator.pool.pool import Pool
 from engine.orchestrator.producer import sample_groups
-from engine.orchestrator.publish.probe import LEAST, Probe, make_probe
 from engine.orchestrator.publish.update_calls import UpdateCalls
-from engine.orchestrator.rollout_service import RolloutService, rollout_service
+from engine.orchestrator.rollout_service import rollout_service
 from engine.orchestrator.run_events import RunEvents
 from engine.orchestrator.server import Server
 from engine.run.disk import raise_limit
@@ -42,7 +39,8 @@ from engine.run.run_inputs import check_model, code_of, find_inputs
 from engine.run.trace import Trace
 from engine.types import JsonObject, Score
 
-PROOF = "proof of the evaluated weights"
+START_VERSION = 0
+"""Instances name the weights that they were started from so."""
 
 
 @dataclass
@@ -160,8 +158,14 @@ async def _evaluate(
             text = "the chat template writes the present time into prompts; other times' evaluations can't be compared"
             progress.notices.happened("evaluate", "clock", text)
         if meeting is not None:
-            if (proof := _proof_of_weights(config, service, encoded)) is not None:
-                service.pool.check_arrivals(proof.check)
+            calls = UpdateCalls(None, config.rollout.timeout_s)
+
+            async def restore(instance: Instance) -> None:
+                if instance.declared is None:  # its folder's hash was compared when it joined
+                    await calls.restore_base(instance, "the weights that are evaluated")
+                instance.record_version(START_VERSION)
+
+            service.pool.check_arrivals(restore)
             server = Server(config)
             server.serve_pool(service.pool)
             await stack.enter_async_context(server.listening(meeting))
@@ -192,75 +196,8 @@ async def _evaluate(
                 benchmark=one,
                 groups=groups,
                 verifier=service.verifier,
-                sampled=EvaluatedWeights.version,
+                sampled=START_VERSION,
                 more=figures,
             )
             for one, groups in zip(encoded, sampled, strict=True)
         ]
-
-
-def _proof_of_weights(
-    config: Config, service: RolloutService, benchmarks: Sequence[EncodedBenchmark]
-) -> EvaluatedWeights | None:
-    """How instances that join prove their weights; None without weights.check_tokens."""
-    probe = make_probe(
-        vocabulary=service.tokenizer.vocabulary(),
-        count=config.weights.check_tokens,
-        max_context=config.rollout.max_context,
-        dtype=config.model.dtype,
-        text=(token for one in benchmarks for prompt in one.prompts for token in prompt.token_ids),
-    )
-    return None if probe is None else EvaluatedWeights(service.pool, probe)
-
-
-class EvaluatedWeights:
-    """Compares each instance that joins with one that the evaluation started, or without any with the first one that
-    joined. The pool calls `check`."""
-
-    version = 0
-    """Instances name the weights that they were started from so."""
-
-    def __init__(self, pool: Pool, probe: Probe) -> None:
-        self._pool = pool
-        self._probe = probe
-        self._calls = UpdateCalls(probe, pool.config.rollout.timeout_s)
-        self._asking = asyncio.Lock()
-        self._expected: Sequence[float] = ()
-        """Log-probabilities of the probe by the instance that others are compared with; empty before there is one."""
-
-    async def check(self, instance: Instance) -> None:
-        """Have an instance serve the weights that it was started from, and compare its log-probabilities of the probe.
-        Raises WeightSyncError naming it if they are not those of the evaluated model."""
-        if instance.declared is None:
-            await self._calls.restore_base(instance, PROOF)
-            found = await self._calls.ask_probe(instance, self._probe, PROOF)
-            async with self._asking:
-                self._expected = self._expected or await self._find_expected(found)
-            self._compare(instance, found)
-        instance.record_version(self.version)
-
-    def _compare(self, instance: Instance, found: Sequence[float]) -> None:
-        apart = self._probe.difference(self._expected, found)
-        limit = self._probe.limit(LEAST[self._probe.dtype])
-        if not apart <= limit:
-            why = (
-                f"{instance.name} does not compute with the weights that are evaluated: its log-probabilities of "
-                f"{len(found)} fixed tokens differ from another instance's, {self._probe.which} difference "
-                f"{apart:.3g}, limit {limit:.3g}"
-            )
-            self._pool.refused[instance.name, instance.client.url] = why
-            raise WeightSyncError(why)
-
-    async def _find_expected(self, first: Sequence[float]) -> Sequence[float]:
-        if not self._pool.config.rollout.instances:
-            return first
-        try:
-            async with asyncio.timeout(self._pool.config.rollout.timeout_s):
-                own = await self._pool.wait_for(
-                    lambda: next((one for one in self._pool.instances if one.declared and one.takes_prompts), None)
-                )
-        except TimeoutError:
-            raise DeadlineError(
-                "no instance of the evaluation's own serves, with which one that joins is compared"
-            ) from None
-        return await self._calls.ask_probe(own, self._probe, PROOF)

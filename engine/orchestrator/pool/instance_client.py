@@ -68,6 +68,8 @@ class SamplingSettings:
     """The model's own end-of-sequence ids, which instances add to `stop_token_ids`."""
     partial: bool = False
     """Whether a response that a pause interrupted is kept and continued later (rollout.partial)."""
+    mixed: bool = False
+    """Whether turns of one response may come from several weight versions."""
     experts: Experts | None = None
     """The model's experts, if those of each token are requested (algorithm.routing_replay)."""
     seeded: bool = True
@@ -87,6 +89,7 @@ class SamplingSettings:
         model: Path,
         stop: tuple[int, ...],
         partial: bool = False,
+        mixed: bool = False,
         routes: bool = False,
         seeded: bool = True,
     ) -> SamplingSettings:
@@ -103,6 +106,7 @@ class SamplingSettings:
             stop_token_ids=stop,
             model_stop_ids=end_of_sequence_ids(model),
             partial=partial,
+            mixed=mixed,
             experts=shape.experts if routes else None,
             seeded=seeded,
         )

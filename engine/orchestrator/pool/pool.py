@@ -139,8 +139,6 @@ class Pool:
         """New instances, which the health monitor does not watch yet."""
         self.failed_starts: asyncio.Queue[InstanceProcess] = asyncio.Queue()
         """Declared instances that failed to start with the others. The health monitor restarts them."""
-        self.refused: dict[tuple[str, str], str] = {}
-        """Why an instance (name, URL) may not join again."""
         self.connected = asyncio.Event()
         """Set once every declared instance has served or has failed to start."""
         self._trace = trace
@@ -466,4 +464,4 @@ class Pool:
 
 
 async def _accept(instance: Instance) -> None:
-    """Let an instance of an evaluation serve without a proof (weights.check_tokens = 0)."""
+    """Let an instance of an evaluation serve as it is."""

@@ -293,11 +293,13 @@ class Episode:
         self._talk.mask += (b"\x01" if sampled else b"\x00") * len(token_ids)
 
     def add_turn(self, turn: PackedResponse) -> None:
-        """Add a turn that was sampled, and give it to the program. The response begins again instead if the turn is of
-        other weights than those before: new weights have come in between, or another instance has others."""
+        """Add a turn that was sampled, and give it to the program. Unless responses may be `mixed`, one begins again,
+        with the same seeds, if the turn is of other weights than those before."""
         assert self._talk.asked is not None, "`next_turn` comes first"
-        if self._talk.versions and turn.versions[:1] != ((0, self._talk.versions[-1][1]),):
-            self.repeat()
+        known = self._talk.versions
+        if known and not self._sampling.mixed and turn.versions[:1] != ((0, known[-1][1]),):
+            self._stop()
+            self._talk = self._new_talk()
             return
         begun = len(self._talk.token_ids)
         for start, version in turn.versions:
@@ -365,17 +367,6 @@ class Episode:
             worker, attempt = self._worker
             worker.process.send(StopEpisode(attempt))
             self._leave()
-
-    def repeat(self) -> None:
-        """Begin again with the same seeds."""
-        self._stop()
-        self._talk = self._new_talk()
-
-    def wait_for_instance(self, keep: bool) -> None:
-        """The instance failed on a turn, which another is asked for later. `keep`: the turns before may stay; else the
-        response begins again."""
-        if not keep:
-            self.repeat()
 
     def close(self) -> None:
         """Stop the program if it is not over."""

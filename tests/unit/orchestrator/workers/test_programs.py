@@ -35,8 +35,8 @@ STOPS = [49_999]
 
 
 @asynccontextmanager
-async def world(folder, tiny_model, program, reward=None, group_size=4, room=16, verifier=None, **rollout):
-    """A world whose producer runs a program; its responses have up to `room` tokens."""
+async def world(folder, tiny_model, program, reward=None, group_size=4, room=16, verifier=None, mixed=False, **rollout):
+    """A world whose producer runs a program; its responses have up to `room` tokens. `mixed`: as in mode "bounded"."""
     rollout = {"program": program if ":" in program else f"{FILE}:{program}", **rollout}
     async with AsyncExitStack() as stack:
         made = World(folder, stack, synced=False, **rollout)
@@ -48,7 +48,11 @@ async def world(folder, tiny_model, program, reward=None, group_size=4, room=16,
             pool=made.pool,
             verifier=verifier or Scores(),
             sampling=replace(
-                made.producer._sampling, max_new_tokens=room, vocabulary=50_000, stop_token_ids=tuple(STOPS)
+                made.producer._sampling,
+                max_new_tokens=room,
+                vocabulary=50_000,
+                stop_token_ids=tuple(STOPS),
+                mixed=mixed,
             ),
             group_size=group_size,
             seed=0,
@@ -92,10 +96,12 @@ async def test_every_turn_continues_the_sampled_tokens_and_what_was_appended_is_
             assert score.metrics["calls"] == 1
 
 
-async def test_a_response_begins_again_when_new_weights_come_between_two_turns(tmp_path, tiny_model, monkeypatch):
-    """As they may in mode "bounded"."""
+@pytest.mark.parametrize(("mixed", "asked_times", "versions"), [(False, 4, ((0, 2),)), (True, 2, ((0, 1), (5, 2)))])
+async def test_new_weights_between_two_turns_begin_a_response_again_but_in_bounded_mode(
+    tmp_path, tiny_model, monkeypatch, mixed, asked_times, versions
+):
     asked = []
-    async with world(tmp_path, tiny_model, "doubling", group_size=1) as w:
+    async with world(tmp_path, tiny_model, "doubling", group_size=1, mixed=mixed) as w:
 
         def answer(conversation, seed):
             asked.append(seed)
@@ -105,9 +111,8 @@ async def test_a_response_begins_again_when_new_weights_come_between_two_turns(t
         monkeypatch.setattr(scripted, "tokens_of", answer)
         await w.run(PROMPTS[:1])
     assert list(w.groups[0].responses[0].token_ids) == [5, 6, *b"[2]", 5, 6]
-    assert w.groups[0].responses[0].versions == ((0, 2),)
-    assert asked[:2] == asked[2:]  # with the same seeds
-    assert len(asked) == 4
+    assert w.groups[0].responses[0].versions == versions
+    assert asked == (asked[:2] * 2)[:asked_times]  # again with the same seeds
 
 
 @pytest.mark.parametrize(
@@ -344,7 +349,8 @@ async def test_the_examples_of_the_docs_and_the_calculator(
     ("failure", "version", "told"),
     [
         (web.HTTPInternalServerError, 0, "begun between "),
-        (web.HTTPConflict, 0, "begun between begun between "),  # paused: its weights may be others afterwards
+        (web.HTTPConflict, 0, "begun between "),  # paused, and then the same weights
+        (web.HTTPConflict, 1, "begun between begun between "),
         (web.HTTPInternalServerError, 1, "begun between begun between "),  # another instance has other weights
     ],
 )
