@@ -16,10 +16,9 @@ to the end of the next. The first steps of a run do not count. With "behavior" M
 These settings were tuned for "tiny". Metronome: one computing thread per process, train.micro_batch_tokens (see WORKS),
 and the use of the cores (`--layout`). "one each" is a trainer on one core and an instance on the other. "two each"
 (default) is a trainer replica and an instance on each core, so that no core waits for the other, and half of the step's
-groups in flight on each instance, because large batches decode faster. "borrowed" is a trainer and an instance that
-share both cores (train.borrow_cores). TRL: two threads; no gradient checkpointing (it is on by default); micro-batch,
-cache and generation (`--trl OPTION=VALUE` changes them); no vLLM. `--dtype` is that of both sides; `--trl
-dtype=float32` is TRL's alone.
+groups in flight on each instance, because large batches decode faster. TRL: two threads; no gradient checkpointing (it
+is on by default); micro-batch, cache and generation (`--trl OPTION=VALUE` changes them); no vLLM. `--dtype` is that of
+both sides; `--trl dtype=float32` is TRL's alone.
 
 The output also shows the parts of a step's time, and three bounds. The ceiling is the speed if both cores were always
 busy with generation, forward and backward, each at its speed in a sync run of the same layout (in which generation and
@@ -73,7 +72,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "rollout.instances": 2,
         "rollout.devices": [0, 1],
     },
-    "borrowed": {"train.borrow_cores": "auto"},
 }
 FROZEN = {"behavior": 1, "previous": 2}
 """Forward passes of frozen models in a step, by algorithm.old_policy: the reference, and the old policy."""
@@ -533,7 +531,7 @@ WORKS = {
         prompts=16,
         group=8,
         new_tokens=128,
-        layouts=sized(one=(2, 4800), two=(8, 1200), borrowed=(4, 1200)),  # a group has 1134 tokens
+        layouts=sized(one=(2, 4800), two=(8, 1200)),  # a group has 1134 tokens
         trl={"--micro-batch": 32, "--threads": 2},
     ),
     "smollm2": Work(
@@ -543,7 +541,7 @@ WORKS = {
         prompts=16,
         group=4,
         new_tokens=64,
-        layouts=sized(one=(8, 1280), two=(8, 640), borrowed=(8, 640)),  # a group has 320 tokens
+        layouts=sized(one=(8, 1280), two=(8, 640)),  # a group has 320 tokens
         trl={"--micro-batch": 16, "--threads": 2},
     ),
 }

@@ -191,11 +191,6 @@ def _check_cores(config: Tree) -> None:
         )
     ):
         raise ValueError(missing)
-    if config.train.borrow_cores == "on" and (config.train.devices or config.rollout.devices):
-        raise ValueError(
-            'train.borrow_cores = "on" needs train.devices = [] and rollout.devices = []: trainer and instances have '
-            "cores of their own otherwise"
-        )
     for key, cores, sharers, count in (
         ("rollout.devices", config.rollout.devices, "instances", config.rollout.instances),
         ("train.devices", config.train.devices, "trainer ranks", config.parallel.ranks),

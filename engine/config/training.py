@@ -55,10 +55,6 @@ class Train(Table):
     devices: list[int] = []
     """Numbers of the CPU cores that the trainer's ranks share evenly. Empty: the operating system places the ranks.
     A core that this process may not use is refused."""
-    borrow_cores: Literal["auto", "on", "off"] = "off"
-    """Compute on the cores of the run's own instances, too, from the moment when all groups of the batches in progress
-    are generated until the next publish. Only on a CPU, on one node, with neither train.devices nor rollout.devices.
-    Sums depend on the number of threads, so "auto" means "off" with consume = "prompt_order" or train.record."""
     micro_batch_tokens: Annotated[PositiveInt, PLAN] = 4096
     """Largest number of tokens in one forward and backward pass. Groups that have arrived are packed up to it. A group
     above it is split, and its prompt is computed once per part; a single response above it stands alone."""

@@ -138,18 +138,6 @@ class Tree(Table):
         return len(self.train.devices) // self.parallel.ranks or self._even_share
 
     @property
-    def most_trainer_threads(self) -> int:
-        """Number of computing threads of a trainer rank on a CPU while no instance samples: also those of the run's own
-        instances, unless the rank keeps to its own cores (train.borrow_cores)."""
-        train = self.train
-        exact = train.consume == "prompt_order" or train.record
-        borrows = {"on": True, "off": False, "auto": not exact}[train.borrow_cores]
-        borrows = borrows and self.platform.device in ("auto", "cpu")
-        if not borrows or self.parallel.nodes > 1 or train.devices or self.rollout.devices:
-            return self.trainer_threads
-        return max(1, len(usable_cores()) // (self.parallel.ranks + self.scorer_ranks))
-
-    @property
     def threads_per_core(self) -> float:
         """Computing threads on each core while trainer and own instances compute at the same time, at least 1. Above 1
         they slow each other down. 1 for accelerators, and where either side has cores of its own."""

@@ -194,7 +194,6 @@ class Leases:
             lease=held.number,
             lease_s=self._steps.stages[held.stage].lease_s,
             deliveries=held.deliveries,
-            generated=all(step.is_generated for step in self._steps.values()),
         )
 
     async def _opened(self, window: messages.Window) -> messages.Window | StillWaiting:

@@ -52,11 +52,6 @@ class Platform(ABC):
     def device_name(self, number: int) -> str:
         """Return the name of this machine's device with this number, as torch reports it, or "CPU"."""
 
-    def near_cores(self) -> list[list[int]]:
-        """Return the CPU cores near each device of this machine, by device number: an empty list for a device without
-        information, and [] if there is no information at all."""
-        return []
-
     @abstractmethod
     def adapt_megatron(self) -> None:
         """Make megatron-core run on this platform. Call this before building a model; repeated calls are harmless."""

@@ -4,13 +4,12 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch.profiler import ProfilerActivity, profile
 
 from engine.platform.base import Accelerator, torch_profiler, without_transformer_engine
-from engine.platform.near_cores import SYSFS, cores_near_pci
 
 
 class Cuda(Accelerator):
@@ -32,12 +31,6 @@ class Cuda(Accelerator):
         """Return `torch.cuda`."""
         return torch.cuda
 
-    def near_cores(self, sysfs: Path = SYSFS) -> list[list[int]]:
-        """Return the cores of each GPU's NUMA node, by its PCI address. `sysfs`: where the system describes its
-        devices."""
-        found = map(self.api().get_device_properties, range(self.api().device_count()))
-        return [cores_near_pci(address, sysfs) if (address := _pci_address(one)) else [] for one in found]
-
     def profiler(self, folder: Path, name: str) -> profile:
         """Return torch's profiler of the host and the GPU's kernels."""
         return torch_profiler(folder, name, [ProfilerActivity.CPU, ProfilerActivity.CUDA])
@@ -45,10 +38,3 @@ class Cuda(Accelerator):
     def adapt_megatron(self) -> None:
         """Define the one name that Megatron lacks without Transformer Engine."""
         without_transformer_engine()
-
-
-def _pci_address(properties: Any) -> str | None:  # noqa: ANN401
-    """Return a GPU's PCI address from torch's description; None if this torch does not report it."""
-    numbers = [getattr(properties, f"pci_{part}_id", None) for part in ("domain", "bus", "device")]
-    domain, bus, device = ("" if number is None else f"{number:02x}" for number in numbers)
-    return f"{domain:0>4}:{bus}:{device}.0" if domain and bus and device else None

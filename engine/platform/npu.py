@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-import os
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -19,15 +17,10 @@ import torch
 
 from engine.errors import BadInput
 from engine.platform.base import Accelerator, without_transformer_engine
-from engine.platform.near_cores import cores_near_npus
 
 MINDSPEED_NEEDS = ("einops", "triton")
 """Modules that MindSpeed's adaptor imports and that neither Metronome nor torch_npu installs. triton-ascend provides
 triton."""
-
-TOPOLOGY = ("npu-smi", "info", "-t", "topo")
-TOPOLOGY_S = 60.0
-"""Time limit of npu-smi in seconds."""
 
 
 class Npu(Accelerator):
@@ -68,19 +61,6 @@ class Npu(Accelerator):
         """Return `torch.npu`, which the import of torch_npu adds to torch."""
         importlib.import_module("torch_npu")
         return vars(torch)["npu"]
-
-    def near_cores(self) -> list[list[int]]:
-        """Return the cores of each NPU's NUMA node, as npu-smi reports them; [] without npu-smi."""
-        try:
-            told = subprocess.run(TOPOLOGY, capture_output=True, text=True, timeout=TOPOLOGY_S, check=True).stdout
-        except (OSError, subprocess.SubprocessError):
-            return []
-        near = cores_near_npus(told)
-        visible = os.environ.get("ASCEND_RT_VISIBLE_DEVICES")
-        if visible is None:
-            return near
-        numbers = [int(one) for one in visible.split(",") if one.strip().isdecimal()]
-        return [near[one] if one < len(near) else [] for one in numbers]
 
     def profiler(self, folder: Path, name: str) -> Any:  # noqa: ANN401
         """Return torch_npu's profiler of the host and the NPU. It writes a folder with several files, whose name begins

@@ -18,7 +18,6 @@ AGENT = "engine.trainer.ranks.agent"
 """Module that starts the ranks of a node."""
 SCORER_RANK = "engine.trainer.ranks.scorer_rank"
 """Module of a scorer rank."""
-WAIT_POLICY = "OMP_WAIT_POLICY"
 """Variable of OpenMP that says whether threads sleep or spin while they wait for each other."""
 EXPANDABLE = "expandable_segments:True"
 """Setting of torch's and torch_npu's allocator: segments of device memory can grow."""
@@ -68,10 +67,8 @@ def agent_command(config: Config, arguments: Sequence[str], run_id: str | None) 
 
 def trainer_environment(config: Config, instances_elsewhere: bool) -> dict[str, str]:
     """Environment variables that are added for the agent on the orchestrator's node and its ranks: `rank_defaults`, the
-    number of threads, how they wait, and the network interfaces of collectives.
+    number of threads, and the network interfaces of collectives.
 
-    Threads on borrowed cores sleep while they wait for each other: if they spin, and any other process has one of the
-    cores, products take ten times as long (measured).
     On one node, the ranks' collectives listen on loopback only: always those of gloo, and those of NCCL unless the
     trainer also sends weights with it or there may be `instances_elsewhere`. HCCL chooses an interface itself, since
     its manual takes loopback last. On several nodes, each agent chooses
@@ -79,8 +76,6 @@ def trainer_environment(config: Config, instances_elsewhere: bool) -> dict[str, 
     """
     found = rank_defaults(config.parallel.tensor, config.weights.transport)
     found["OMP_NUM_THREADS"] = str(config.trainer_threads)
-    if config.most_trainer_threads > config.trainer_threads and WAIT_POLICY not in os.environ:
-        found[WAIT_POLICY] = "PASSIVE"
     if config.parallel.nodes > 1:
         return found
     names = ["GLOO_SOCKET_IFNAME"]  # weights sent with gloo use a separate gloo device (engine.wire.weights.groups)

@@ -279,14 +279,12 @@ def _rollouts(
     )
     # on a CPU the thread would slow down training itself
     prefetch = {"on": True, "off": False, "auto": policy.models.device.type != "cpu"}[config.train.prefetch]
-    most = config.most_trainer_threads if policy.models.device.type == "cpu" else arguments.threads
     return LiveRollouts(
         control=plane,
         ranks=ranks,
         publisher=publisher,
         config=config,
         prefetch=prefetch,
-        share_cores=lambda alone: torch.set_num_threads(most if alone else arguments.threads),
     )
 
 

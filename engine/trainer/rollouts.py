@@ -141,15 +141,12 @@ class LiveRollouts(Rollouts):
         publisher: Publisher,
         config: Config,
         prefetch: bool = False,
-        share_cores: Callable[[bool], None] = lambda alone: None,
     ) -> None:
-        """`prefetch`: whether a thread leases and prepares the next window while one is trained. `share_cores` is
-        called with whether the instances are idle, before each window and each publish."""
+        """`prefetch`: whether a thread leases and prepares the next window while one is trained."""
         super().__init__(control, ranks)
         self._publisher = publisher
         self._config = config
         self._ahead = prefetch
-        self._share_cores = share_cores
         self._model: PublishedModel | None = None
         """The model of the last publish. The policy does not change while it waits for rows."""
 
@@ -172,7 +169,6 @@ class LiveRollouts(Rollouts):
 
     def publish(self, model: PublishedModel, version: int) -> float:
         """Wait until publishing is allowed, then give every instance the version. Return the seconds that both took."""
-        self._share_cores(False)
         self._model = model
         started = time.perf_counter()
         may_publish = messages.MayPublish(version=version)
@@ -221,7 +217,6 @@ class LiveRollouts(Rollouts):
                 coming = in_thread("next window", partial(self._look_ahead, step, done, prepare))
                 done = ()
             if isinstance(reply, Window):  # otherwise it is a sign of life: ask again
-                self._share_cores(reply.generated)
                 yield opened
                 done += (reply.lease,)
 
@@ -229,7 +224,6 @@ class LiveRollouts(Rollouts):
         """Give the last version to the instances that lack it. Every replica group is asked to, so it is a collective
         of all ranks."""
         assert self._model is not None, "a step is trained after its version was published"
-        self._share_cores(False)
         self._publisher.publish(self._model, version, again=True)
         self._publisher.verify(self._model, version)
 

@@ -16,7 +16,7 @@ from engine.errors import BadInput, MetronomeError
 from engine.types import BatchScores, StepFigures
 from engine.wire.columns import Column, PackedResponse, Row
 
-PROTOCOL = 11
+PROTOCOL = 12
 """Version of these messages and of verifier_messages. It rises with every change of a message; both ends must have the
 same."""
 PROTOCOL_HEADER = "Metronome-Protocol"
@@ -89,8 +89,6 @@ class Window(Message):
     """Seconds after which the rows may be leased again; None: the lease lasts as long as the ranks that hold it."""
     deliveries: int = 1
     """How often the rows have been leased, including this time."""
-    generated: bool = False
-    """Whether every group of the batches in progress has arrived, so that the instances have none to sample."""
 
 
 class StillWaiting(Message):

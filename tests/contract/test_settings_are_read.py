@@ -26,7 +26,6 @@ from megatron.core.transformer import TransformerConfig
 from engine.instance.vllm import logprob_check, serve
 from engine.platform.cuda import Cuda
 from engine.platform.npu import Npu
-from engine.run import commands
 from engine.run.commands import EXPANDABLE
 from engine.run.watchdogs import WATCHDOGS
 from support.published import wheel
@@ -83,7 +82,6 @@ def test_megatron_reads_every_argument_that_is_given(function):
 
 TORCH = {
     "PYTORCH_ALLOC_CONF": "lib/libc10.so",
-    commands.WAIT_POLICY: "lib/libgomp.so.1",
     "GLOO_SOCKET_IFNAME": "lib/libtorch_cpu.so",
     "TORCH_DEVICE_BACKEND_AUTOLOAD": "__init__.py",
     "TORCH_ELASTIC_SHUTDOWN_TIMEOUT": "distributed/launcher/api.py",

@@ -115,17 +115,16 @@ def scale_costs(measured: Costs, was: Costs, now: Costs) -> Costs:
 def on_cores(measured: Costs, was: Config, now: Config) -> Costs:
     """Return costs that were measured on a CPU for other numbers of cores. The time of a computation is inversely
     proportional to the threads. With k threads on a core, trainer and instances take k times as long while both
-    compute; what was measured with borrowed cores, they had while no instance sampled."""
-    training = was.most_trainer_threads / now.trainer_threads
+    compute."""
+    training = was.trainer_threads / now.trainer_threads
     sampling = was.instance_threads / now.instance_threads
     crowded = now.threads_per_core / was.threads_per_core
-    borrowed = was.most_trainer_threads / was.trainer_threads
     if training == sampling == crowded == 1:
         return measured
     return replace(
         measured.slowed(sampling, training),
         update=measured.update * training,
-        train_slowdown=max(1.0, measured.train_slowdown * crowded / borrowed),
+        train_slowdown=max(1.0, measured.train_slowdown * crowded),
         rollout_slowdown=max(1.0, measured.rollout_slowdown * crowded),
         source=f"{measured.source}, scaled by the number of cores",
     )

@@ -174,12 +174,12 @@ def on_cpu(config: Config) -> bool:
 
 def core_layout(config: Config) -> tuple[object, ...]:
     """What distinguishes the layouts of cores that both sides share."""
-    return config.parallel.data, config.rollout.instances, config.train.borrow_cores
+    return config.parallel.data, config.rollout.instances
 
 
 def _core_layouts(config: Config) -> Iterator[dict[str, Any]]:
-    """The recipe's own layout; if trainer and instances share the cores, also k replicas and k instances, without and
-    with `train.borrow_cores`. The embedded engine stands for instances on cores, since "auto" may find a GPU."""
+    """The recipe's own layout; if trainer and instances share the cores, also k replicas and k instances. The embedded
+    engine stands for instances on cores, since "auto" may find a GPU."""
     yield {}
     train = config.train
     rollout = config.rollout
@@ -191,10 +191,7 @@ def _core_layouts(config: Config) -> Iterator[dict[str, Any]]:
     for count in POWERS:
         if count > cores or train.prompts_per_step % count:
             continue
-        keys = {"parallel.data": count, "rollout.instances": count}
-        yield keys | {"train.borrow_cores": "off"}
-        if cores // count > max(1, cores // (2 * count)) and train.consume == "arrival" and not train.record:
-            yield keys | {"train.borrow_cores": "auto"}
+        yield {"parallel.data": count, "rollout.instances": count}
 
 
 def _layouts(config: Config, shape: ModelShape, count: int) -> Iterator[dict[str, Any]]:
@@ -239,13 +236,11 @@ def bound_s(config: Config, costs: Costs, lengths: Lengths) -> float:
     rows = max(1, round(tokens / train.micro_batch_tokens))
     work = costs.window_s([RowSize(round(tokens / rows), squares / rows)] * rows, config.parallel.pipeline)
     training = work / config.parallel.data
-    alone = training * config.trainer_threads / config.most_trainer_threads
     if train.mode == "sync":
-        busy = decoding + alone
+        busy = decoding + training
     else:  # on shared cores, no less than the work of both sides on all of them
         theirs = config.parallel.ranks * config.trainer_threads
         ours = rollout.instances * config.instance_threads
         shared = (training * theirs + decoding * ours) / max(theirs + ours, len(usable_cores()))
-        busy = max(decoding, alone, shared * config.threads_per_core)
-    update = costs.update * train.updates * config.trainer_threads / config.most_trainer_threads
-    return busy + costs.sync + update + costs.overhead
+        busy = max(decoding, training, shared * config.threads_per_core)
+    return busy + costs.sync + costs.update * train.updates + costs.overhead

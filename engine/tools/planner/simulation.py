@@ -431,8 +431,6 @@ class _Simulation:
             self._span(f"trainer-{replica_group}", "wait", self._idle.pop(replica_group), step=self._step)
             if any(instance.responses for instance in self._instances):
                 seconds *= self._costs.train_slowdown
-            else:
-                seconds /= self._borrowed()
             self._compute(1)
             self._at(
                 self._now + seconds, partial(self._trained, replica_group, window=window, began=self._now, rows=rows)
@@ -440,12 +438,6 @@ class _Simulation:
             return
         if self._table.ledger(self._step).is_over:
             self._end_step()
-
-    def _borrowed(self) -> float:
-        """How many times as fast the trainer is now with the cores of its idle instances (train.borrow_cores)."""
-        if not all(step.is_generated for step in self._table.values()):
-            return 1.0
-        return self._config.most_trainer_threads / self._config.trainer_threads
 
     def _rows(self, window: Sequence[Row]) -> list[RowSize]:
         """The micro-batches of the replica of a replica group that computes most, built like those of
@@ -499,12 +491,11 @@ class _Simulation:
         if 0 in self._idle:
             step.wait_s += self._now - self._idle[0]
         self._idle = {}
-        faster = self._borrowed()
         held = list(map(self._held_s, self._held))
-        step.train_s += held[0] / faster
-        updates = self._costs.update * self._config.train.updates / faster
+        step.train_s += held[0]
+        updates = self._costs.update * self._config.train.updates
         step.update_s = updates
-        self._at(self._now + max(held) / faster + updates + self._costs.overhead, self._updated)
+        self._at(self._now + max(held) + updates + self._costs.overhead, self._updated)
 
     def _held_s(self, held: Mapping[int, list[list[RowSize]]]) -> float:
         """Seconds of the schedules that train what a replica group holds."""

@@ -14,25 +14,15 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler, recor
 from engine import platform
 from engine.client.connection import Connection
 from engine.config import Config, Parallel
-from engine.config.tree import usable_cores
 from engine.errors import MetronomeError
 from engine.platform.base import Accelerator, Platform
-from engine.platform.near_cores import choose_cores
 from engine.run.disk import named_disk_errors
-from engine.run.logs import log_line
 from engine.run.memory import allocator_share
-from engine.run.process import bind_cores
 from engine.wire.access_token import access_token
 from engine.wire.certificate import own_certificate
 
 ERROR_FILE = "TORCHELASTIC_ERROR_FILE"
 """Environment variable with the file in which torch's agent looks for a rank's error."""
-
-LEAST_CORES = 4
-"""Fewest cores to which a rank is bound. Besides its compute threads, it has threads for the backward pass, for
-communication and for writing."""
-OWN_BINDING = ("CPU_AFFINITY_CONF", "GOMP_CPU_AFFINITY", "KMP_AFFINITY", "OMP_PLACES", "OMP_PROC_BIND")
-"""Environment variables with which users make torch_npu or OpenMP bind a process."""
 
 
 class WholeErrorFile(ErrorHandler):
@@ -75,8 +65,6 @@ def open_session(config: Config, layout: Parallel) -> AbstractContextManager[tor
     machine = platform.get_platform(config.platform.device)
     if config.train.deterministic:
         machine.make_deterministic()
-    if not config.train.devices:
-        bind_near_device(machine)
     np.random.seed(config.run.seed % 2**32)
     return platform.parallel_session(
         machine,
@@ -87,19 +75,6 @@ def open_session(config: Config, layout: Parallel) -> AbstractContextManager[tor
         expert=layout.expert,
         timeout_s=config.train.timeout_s,
     )
-
-
-def bind_near_device(machine: Platform) -> None:
-    """Bind this rank to its share of the CPU cores near its device, and print them. Does nothing if the system does not
-    report these cores, if there are fewer than the rank has threads, or if the user has set a binding in the
-    environment."""
-    if any(name in os.environ for name in OWN_BINDING):
-        return
-    device = int(os.environ.get("LOCAL_RANK", "0"))
-    least = max(LEAST_CORES, torch.get_num_threads())
-    if cores := choose_cores(device, machine.near_cores(), usable_cores(), least):
-        bind_cores(cores)
-        log_line(f"rank {os.environ.get('RANK', 0)}: bound to the CPU cores {cores}, near {machine.name}:{device}")
 
 
 def leave_memory(config: Config, machine: Platform) -> None:

@@ -44,7 +44,6 @@ rollout.instances=0; rollout.devices=[0] -> rollout.devices
 rollout.instances=2; rollout.devices=[0, 1, 2] -> rollout.devices
 train.devices=[4096] -> train.devices names cores [4096]
 rollout.devices=[4096] -> rollout.devices names cores [4096]
-train.devices=[0]; train.borrow_cores=on -> train.borrow_cores = "on"
 rollout.partial=true -> train.mode = "periodic"
 rollout.partial=true; train.mode=sync -> train.mode = "sync"
 rollout.partial=true; rollout.program=a.py:f -> rollout.program

@@ -65,26 +65,6 @@ def test_cores_are_shared_evenly_with_the_ranks_of_the_reference(monkeypatch):
     assert own.scorer_threads == 5
 
 
-def test_an_idle_instances_cores_are_borrowed_unless_a_runs_bits_are_a_function_of_its_seed(monkeypatch):
-    monkeypatch.setattr("engine.config.tree.usable_cores", lambda: set(range(12)))
-    for train, rollout, most in (
-        ({"borrow_cores": "auto"}, {}, 12),
-        ({}, {}, 6),
-        ({"consume": "prompt_order", "borrow_cores": "auto"}, {}, 6),
-        ({"record": True, "borrow_cores": "auto"}, {}, 6),
-        ({"record": True, "borrow_cores": "on"}, {}, 12),
-        ({"devices": [0, 1], "borrow_cores": "auto"}, {}, 2),
-        ({"borrow_cores": "auto"}, {"devices": [0, 1, 2]}, 6),
-    ):
-        assert Tree(train=train, rollout=rollout).most_trainer_threads == most
-    assert (
-        Tree(
-            train={"borrow_cores": "auto"}, parallel={"data": 2}, stages={"reference": {"pipeline": 3}}
-        ).most_trainer_threads
-        == 2
-    )
-
-
 @pytest.mark.parametrize(
     ("override", "said"),
     [

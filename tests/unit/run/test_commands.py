@@ -34,18 +34,6 @@ def test_what_listens_on_loopback(monkeypatch, overrides, elsewhere, bound):
     assert NAMES & trainer_environment(config, elsewhere).keys() == bound - {"NCCL_SOCKET_IFNAME"}
 
 
-def test_threads_on_borrowed_cores_wait_asleep(monkeypatch):
-    monkeypatch.delenv("OMP_WAIT_POLICY", raising=False)
-    monkeypatch.setattr("engine.config.tree.usable_cores", lambda: {0, 1})
-    borrowing, own = (
-        trainer_environment(load_config(None, [f"train.borrow_cores={how}"]), False) for how in ("auto", "off")
-    )
-    assert borrowing["OMP_WAIT_POLICY"] == "PASSIVE"
-    assert "OMP_WAIT_POLICY" not in own
-    monkeypatch.setenv("OMP_WAIT_POLICY", "ACTIVE")
-    assert "OMP_WAIT_POLICY" not in trainer_environment(load_config(None), False)
-
-
 EXPANDABLE = {"PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF"}
 OLDER = "PYTORCH_CUDA_ALLOC_CONF"  # for CUDA torch reads it before PYTORCH_ALLOC_CONF
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"

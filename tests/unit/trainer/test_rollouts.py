@@ -2,7 +2,6 @@
 
 import asyncio
 import threading
-from types import SimpleNamespace
 
 import pytest
 
@@ -93,31 +92,6 @@ async def test_the_next_window_is_leased_and_prepared_while_one_is_trained(asked
     said = [number for lease in asked.leases for number in lease.done]
     assert sorted(set(said)) == sorted(said)
     assert len(said) == len(trained)
-
-
-async def test_cores_are_shared_once_all_groups_are_generated(conduct):  # noqa: F811
-    plane, come = await conduct(2)
-    come.put_nowait(0)
-    loop = asyncio.get_running_loop()
-    said = []
-    rollouts = LiveRollouts(
-        control=Asked(plane),
-        ranks=Ranks(),
-        publisher=SimpleNamespace(publish=lambda model, version: 0.0),
-        config=config_of({"train.micro_batch_tokens": 9}),
-        share_cores=said.append,
-    )
-
-    def train():
-        for window in rollouts.windows(0, prepare=lambda window: None):
-            said.append(window[0].index)
-            if len(said) == 2:
-                loop.call_soon_threadsafe(come.put_nowait, 1)
-
-    await asyncio.to_thread(train)
-    assert said == [False, 0, True, 1]
-    await asyncio.to_thread(rollouts.publish, None, 1)
-    assert said[-1] is False
 
 
 async def test_a_mistake_in_what_is_prepared_ends_the_step_once_the_window_before_is_trained(asked):

@@ -145,13 +145,16 @@ def test_priors_follow_the_arithmetic(recipe, shape):
 
 
 def test_costs_on_other_cores_are_in_inverse_proportion():
-    one = SimpleNamespace(trainer_threads=1, most_trainer_threads=1, instance_threads=1, threads_per_core=1.0)
-    two = SimpleNamespace(trainer_threads=2, most_trainer_threads=2, instance_threads=1, threads_per_core=1.0)
+    one = SimpleNamespace(trainer_threads=1, instance_threads=1, threads_per_core=1.0)
+    two = SimpleNamespace(trainer_threads=2, instance_threads=1, threads_per_core=1.0)
     costs = Costs(*[1.0] * 10)
     made = on_cores(costs, one, two)
     assert (made.token, made.decode_step, made.sync) == (0.5, 1.0, 1.0)
     assert made.source == "given, scaled by the number of cores"
     assert on_cores(costs, one, one) is costs
+    one.threads_per_core = 0.5
+    made = on_cores(costs, one, two)
+    assert (made.train_slowdown, made.rollout_slowdown) == (2.0, 2.0)
 
 
 def shared_cores(monkeypatch, tiny_model, decode_step, token):
@@ -185,31 +188,16 @@ def shared_cores(monkeypatch, tiny_model, decode_step, token):
     return find_plan(model, 2)
 
 
-def test_on_shared_cores_each_layout_is_compared_and_a_trainer_that_works_alone_borrows(monkeypatch, tiny_model):
+def test_on_shared_cores_each_layout_is_compared(monkeypatch, tiny_model):
     plan = shared_cores(monkeypatch, tiny_model, decode_step=0.002, token=0.002)
     best = {}
     for one in plan.best:
         best.setdefault(core_layout(one.candidate.config), one)
-    assert set(best) == {(1, 1, "off"), (1, 1, "auto"), (2, 2, "off")}
-    assert best[1, 1, "auto"].step_s < 0.75 * best[1, 1, "off"].step_s  # training bounds the step: a core is idle
+    assert set(best) == {(1, 1), (2, 2)}
     work = 16 * (20 + 200) * 0.002 / 2  # of the trainer alone, on both cores
     assert all(one.step_s > work for one in plan.best)
-    assert best[2, 2, "off"].step_s < 0.75 * best[1, 1, "off"].step_s
-    assert '"auto"' in str(best[1, 1, "auto"].candidate)
-    assert "parallel.data=2 rollout.instances=2" in str(best[2, 2, "off"].candidate)
-
-
-def test_costs_measured_with_borrowed_cores_are_those_of_both(monkeypatch):
-    monkeypatch.setattr("engine.config.tree.usable_cores", lambda: {0, 1})
-    alone, borrows, crowded = (
-        Config(train={"borrow_cores": how}, parallel={"data": count}, rollout={"instances": count})
-        for how, count in (("off", 1), ("auto", 1), ("off", 2))
-    )
-    costs = replace(Costs(*[1.0] * 10), train_slowdown=2.0)
-    assert (on_cores(costs, borrows, alone).token, on_cores(costs, borrows, alone).train_slowdown) == (2.0, 1.0)
-    made = on_cores(costs, alone, crowded)
-    assert (made.token, made.train_slowdown, made.rollout_slowdown) == (1.0, 4.0, 2.0)
-    assert on_cores(made, crowded, alone).train_slowdown == 2.0
+    assert best[2, 2].step_s < 0.75 * best[1, 1].step_s  # training bounds the step of the other: a core is idle
+    assert "parallel.data=2 rollout.instances=2" in str(best[2, 2].candidate)
 
 
 @pytest.mark.slow
