@@ -88,8 +88,8 @@ vllm-test: $(VENV)/installed-dev vllm  ## real vLLM on the CPU: routes, weight s
 	$(if $(VLLM),METRONOME_VLLM_PYTHON=$(CURDIR)/.venv-vllm$(RELEASE)/bin/python )$(BIN)/python -m pytest -m "vllm and not slow and not nightly" $(call FILES,vllm)
 
 transferqueue-test: .venv-transferqueue/ready  ## runs with TransferQueue, here and on a Ray cluster of three nodes, and runs that Ray places (45 minutes, and 4 to build .venv-transferqueue once)
-	.venv-transferqueue/bin/python -m pytest -m transferqueue --ignore tests/integration/test_transferqueue_cluster.py --ignore tests/integration/test_ray_cluster.py --ignore tests/integration/test_ray_placement.py
-	.venv-transferqueue/bin/python -m pytest -m transferqueue tests/integration/test_transferqueue_cluster.py tests/integration/test_ray_cluster.py tests/integration/test_ray_placement.py  # apart, because a process reads Ray's token settings only once
+	.venv-transferqueue/bin/python -m pytest -m transferqueue --ignore tests/integration/test_ray_cluster.py --ignore tests/integration/test_ray_placement.py
+	.venv-transferqueue/bin/python -m pytest -m transferqueue tests/integration/test_ray_cluster.py tests/integration/test_ray_placement.py  # apart, because a process reads Ray's token settings only once
 
 test-torch210: .venv-torch210/ready  ## the trainer's tests on torch 2.10.0, Ascend's version (downloads 4 GB once)
 	.venv-torch210/bin/python -m pytest -n $(WORKERS) --dist worksteal -m "not slow and not parallel and not faults and not stack and not chaos and not vllm and not ascend and not transferqueue and not nightly" \

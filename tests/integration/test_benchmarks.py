@@ -9,7 +9,6 @@ import pytest
 from support.runs import ROOT
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-SMALL = ("--repeats", "1", "--hidden", "64", "--layers", "2")
 
 
 def figures(name, *arguments):
@@ -31,26 +30,6 @@ def test_device_on_a_cpu():
     assert 0 < errors["attention cpu", "float32"] < errors["attention cpu", "bfloat16"] <= 0.02
 
 
-@pytest.mark.nightly
-def test_one_device_on_a_cpu():
-    found = figures("one_device", "--device", "cpu", "--steps", "2", "--minutes", "4")
-    assert found["run"]["responses"] == found["embedded"]["responses"] == 32
-    assert (found["run"]["steps"], found["embedded"]["steps"]) == (2, 1)
-    assert found["run"]["tokens_per_s_per_device"] > 0
-    assert found["micro_step"]["compared"] > 0
-    assert [part["status"] for part in found["doctor"]["parts"]] == ["ok", "ok"]
-
-
-@pytest.mark.nightly
-def test_shared_prompt():
-    found = figures("shared_prompt", *SMALL, "--points", "64,8,4")
-    (point,) = found["points"]
-    assert (point["prompt"], point["response"], point["group"]) == (64, 8, 4)
-    assert 1 < point["bound"] < 4  # all of the work is the prompt's at most, and four times there without sharing
-    assert point["speed_up"] == pytest.approx(point["packed_s"] / point["shared_s"])
-    assert point["share_of_bound"] == pytest.approx(point["speed_up"] / point["bound"])
-
-
 def test_launches():
     found = figures("launches")
     assert found["syncs_per_window"] == 1  # the host waits for the device once: for all figures of the window together
@@ -59,14 +38,6 @@ def test_launches():
     assert 0 < found["bytes_per_layer_and_token"] < 224_000
     assert found["operators_per_window"] > 2 * 2 * found["operators_per_layer"]
     assert found["operators_per_update"] > 0
-
-
-@pytest.mark.nightly
-def test_merged_attention():
-    found = figures("merged_attention", "--repeats", "1", "--points", "64,8,4")
-    (point,) = found["points"]
-    assert point["seconds_to_cpu"]["merged"] == pytest.approx(point["seconds"]["merged"] / point["seconds"]["cpu"])
-    assert set(point["bytes"]) == {"mask", "cpu", "merged"}
 
 
 @pytest.mark.nightly
@@ -93,16 +64,6 @@ def test_balance():
         assert case["guided"]["step_s"] > 0
     two = found["simulated"]["2 replica groups"]
     assert two["guided"]["imbalance"] < two["greedy"]["imbalance"] < 0.03
-
-
-@pytest.mark.nightly
-def test_train_throughput():
-    found = figures("train_throughput", *SMALL, "--samples", "8", "--vocabulary", "64", "--budget", "256")
-    for name, shortest, longest in (("one sample per micro-batch", 128, 512), ("packed, short samples", 16, 96)):
-        case = found[name]
-        assert case["samples"] == 8
-        assert 8 * shortest <= case["tokens"] <= 8 * longest
-        assert case["ratio"] == pytest.approx(case["ours_tokens_per_s"] / case["hugging_face_tokens_per_s"])
 
 
 @pytest.mark.nightly

@@ -59,25 +59,6 @@ def lines_of(console, stage, what):
     return [tuple(int(part.replace(",", "")) for part in one.groups()) for one in found if one]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("stage", "what", "key", "each"),
-    [
-        ("rewards", r"groups have equal scores and teach nothing \(equal_groups\)", "equal_groups", 1),
-        ("rewards", r"scores failed, count as 0: .*no score for this one.*", "reward_errors", 4),
-        ("rewards", r"scores timed out and count as 0: .+", "reward_timeouts", 4),
-    ],
-)
-def test_a_share_is_told_with_its_count_and_at_the_end_with_all(console, stage, what, key, each):
-    """When the first line comes depends on the machine's speed, so it may say any part of them."""
-    told = lines_of(console, stage, what)
-    counts = [count for count, _ in told]
-    assert counts == sorted(set(counts)), "each line says more than the one before"
-    assert len(told) <= 4
-    assert told[-1][0] == sum(row[key] for row in console[1]) > 0
-    assert told[-1][1] <= STEPS * 8 * each
-
-
 def test_responses_that_were_cut_are_told(console):
     what = r"responses were cut at 16 tokens \(max_new_tokens\) or by the context"
     cut, of = lines_of(console, "responses", what)[-1]

@@ -1,5 +1,5 @@
-"""What works behind the service as in a run: dynamic sampling, staged weights, early scoring, evaluation in the drain,
-publishing from several ranks; and pushed experience that our own ranks train."""
+"""What works behind the service as in a run: dynamic sampling, staged weights, evaluation in the drain, publishing from
+several ranks."""
 
 import os
 import subprocess

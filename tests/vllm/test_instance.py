@@ -16,7 +16,6 @@ from support.vllm_instance import (
     cpu_seconds,
     file_infos,
     gap,
-    self_test,
     serving,
 )
 
@@ -92,14 +91,6 @@ def test_what_it_keeps_of_a_prompt_ends_with_the_version(client, models, tmp_pat
         assert cached(client) - began == 64 * (version + 1)  # 64 more where the first took what the last version left
 
 
-def test_weights_go_there_and_back_by_gloo(client, models):
-    sender = Sender(client, 2)
-    for version, model in ((1, models[1]), (2, models[0])):
-        client.update(sender.infos(model, version), version)
-        assert client.version() == version
-        assert gap(client.choice(max_tokens=40), model) < 1e-4
-
-
 @pytest.mark.parametrize("transport", ["file", "gloo"])
 def test_staged_weights_arrive_while_it_generates(client, models, tmp_path, transport):
     infos = file_infos(models[1], tmp_path / "1", 1) if transport == "file" else Sender(client, 2).infos(models[1], 1)
@@ -111,24 +102,4 @@ def test_staged_weights_arrive_while_it_generates(client, models, tmp_path, tran
         assert gap(running.result(), models[0]) < 1e-4
     client.update([{"transport": "staged", "version": 1}], 1)
     assert client.version() == 1
-    assert gap(client.choice(max_tokens=40), models[1]) < 1e-4
-
-
-def test_the_self_test_of_the_weight_sync_passes(client):
-    self_test(client)
-
-
-def test_a_tensor_that_is_missing_is_named_and_an_update_that_begins_anew_forgets_its_first_half(
-    client, models, tmp_path
-):
-    infos = list(file_infos(models[1], tmp_path / "1", 1))
-    client.post("/begin_weight_update?mode=wait")
-    for info in infos[:-1]:
-        client.post("/update_weights", {"update_info": info})
-    error = client.post("/finish_weight_update", {"weight_version": 1}, 409)
-    assert infos[-1]["names"][0] in error["error"]["message"]
-    client.post("/begin_weight_update?mode=wait")
-    for info in infos[: len(infos) // 2]:
-        client.post("/update_weights", {"update_info": info})
-    client.update(infos, 1)
     assert gap(client.choice(max_tokens=40), models[1]) < 1e-4
