@@ -176,7 +176,6 @@ ODD_HEADERS = [
     ("Accept", ",,;q=x"),
     ("", ""),
 ]
-odd_headers = st.lists(st.sampled_from(ODD_HEADERS), max_size=3)
 
 
 def dumped(body):
@@ -218,27 +217,3 @@ def table(server):
         for method in METHODS:
             for body in (b"", b"{}", b"[" * 100_000) if method == "POST" else (b"",):
                 yield request_bytes(method, path, body, headers)
-
-
-def odd_http(server):
-    """Whole requests whose headers and lengths are wrong; who waits for the rest of one does so until its deadline."""
-    odd = st.builds(
-        lambda route, headers, body: request_bytes("POST", route, body, [*headers, *server.authorization()]),
-        st.sampled_from(ROUTES),
-        odd_headers,
-        st.just(b"{}") | broken_json,
-    )
-    length = st.builds(
-        lambda route, number: request_bytes(
-            method="POST", route=route, body=b"{}", headers=server.authorization(), length=number
-        ),
-        st.sampled_from(ROUTES),
-        st.sampled_from([0, 1, 2**40, -1, "0x2", "", "2, 2"]),
-    )
-    return st.one_of(odd, odd, odd, length)
-
-
-def cut_off(server):
-    """Requests that end too early, and bytes that are none; for clients that then close their side."""
-    cut = st.builds(lambda raw, share: raw[: int(len(raw) * share)], well_formed(server), st.floats(0, 1))
-    return cut | st.binary(max_size=200)

@@ -1,7 +1,6 @@
 """Models on a real S3 server: what is copied of them, when, and why one can't be had."""
 
 import os
-import shutil
 import socket
 import subprocess
 import sys
@@ -19,7 +18,6 @@ from engine.run.served_model import served_config
 from support.commands import metronome, sets
 from support.runs import ROOT
 from support.s3_proxy import FORBID, proxied_s3
-from tasks.cluster.ray.models import find_digests
 from tasks.commands.export import policy_folder
 from tasks.stages.input_checks import with_model_folder
 
@@ -232,16 +230,3 @@ def test_commands_that_need_the_model_get_the_copy(put, capsys):
     config, name = served_config(copy, "", [])
     assert (config.model.path, name) == (copy, Path(copy).name)
     assert capsys.readouterr().out == ""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not (ROOT / "data/smollm2").exists(), reason="data/smollm2 is not made")
-def test_a_pretrained_model_arrives_as_it_is(put, proxy, tmp_path):
-    source = ROOT / "data/smollm2"
-    for path in source.iterdir():
-        proxy.client.upload_file(str(path), "bucket", f"models/smollm2/{path.name}")
-    try:
-        folder = fetch_named("s3://bucket/models/smollm2")
-        assert find_digests(folder) == find_digests(source)
-    finally:
-        shutil.rmtree(tmp_path / "hf")

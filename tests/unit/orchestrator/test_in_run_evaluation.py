@@ -85,14 +85,6 @@ async def test_weights_wait_until_the_last_response_is_in_and_not_for_its_scores
         assert 0.3 <= row["exposed_s"] <= row["seconds"]
 
 
-async def test_what_nobody_waits_for_costs_nothing(world):
-    async with world(version=2) as (evaluation, folder, _, _):
-        evaluation.evaluate_version(2)
-        await evaluation.finish_evaluations()
-        assert evaluation.allows_publish(True)
-        assert rows(folder)[0]["exposed_s"] == 0
-
-
 async def test_only_due_steps_and_each_once(world):
     async with world() as (evaluation, folder, scripted, _):
         evaluation.evaluate_version(0)

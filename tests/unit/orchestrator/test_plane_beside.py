@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from engine.client.service import ServiceClient
-from engine.errors import BadInput, MetronomeError, ServiceConflict, StoreError
+from engine.errors import BadInput, ServiceConflict, StoreError
 from engine.orchestrator.server import Server
 from engine.wire.columns import Column, open_scores, pack_values
 from engine.wire.messages import (
@@ -112,18 +112,6 @@ async def test_a_program_can_not_name_what_only_ranks_have_and_changes_nothing_b
     assert [row.index for row in lease.rows] == [0]
     assert plane.failure is None
     assert not (tmp_path / "steps.jsonl").exists()
-
-
-async def test_an_unexpected_exception_in_a_step_of_a_service_ends_the_step_by_name_and_not_the_service(conduct):
-    plane, come = await conduct(1, trains=False)
-    come.put_nowait("no index")
-    with pytest.raises(MetronomeError, match="step 0: its generation failed, unexpected TypeError: .*put its"):
-        await leased(plane)
-    await plane.check_run()
-    assert (plane.failure, plane.steps.numbers) == (None, [])
-    come.put_nowait(0)
-    await plane.answer(PutPrompts(step=0), ours=False)
-    assert [row.index for row in (await leased(plane)).rows] == [0]
 
 
 async def test_a_program_acknowledges_no_lease_of_another_stage(conduct):

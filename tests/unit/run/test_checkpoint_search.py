@@ -121,16 +121,6 @@ def test_a_file_of_the_wrong_size_in_the_place_is_damage_too(tmp_path, place, sa
     assert store.damaged_checkpoints(place) == ["damaged-step-000004"]
 
 
-def test_a_run_whose_only_checkpoint_in_the_place_is_cut_does_not_begin_again_by_itself(tmp_path, place, said):
-    checkpoint = a_checkpoint(tmp_path / "there", 2)
-    store.upload_checkpoint(checkpoint, f"{place}/{checkpoint.name}")
-    files, root = fsspec.core.url_to_fs(place)
-    files.pipe_file(f"{root}/step-000002/state.json", b"{")
-    with pytest.raises(CheckpointError, match=r"no checkpoint of this run is intact; .*: .*/damaged-step-000002$"):
-        newest_whole(tmp_path / "here", place, "", said.append)
-    assert "step-000002: state.json has 1 bytes" in said[0]
-
-
 def test_a_whole_copy_in_the_place_replaces_a_damaged_one(tmp_path, place, said):
     for step in (2, 4):
         checkpoint = a_checkpoint(tmp_path / "here", step)
@@ -138,13 +128,3 @@ def test_a_whole_copy_in_the_place_replaces_a_damaged_one(tmp_path, place, said)
     flip(tmp_path / "here/step-000004/__0_0.distcp")
     assert newest_whole(tmp_path / "here", place, "", said.append) == tmp_path / "here/step-000004"
     assert said[-1] == f"checkpoint step-000004 comes from {place}"
-
-
-def test_the_place_has_nothing_newer_than_what_is_whole_here(tmp_path, place, said):
-    checkpoint = a_checkpoint(tmp_path / "here", 2)
-    store.upload_checkpoint(checkpoint, f"{place}/{checkpoint.name}")
-    flip(a_checkpoint(tmp_path / "here", 4) / "__0_0.distcp")
-    inode = checkpoint.stat().st_ino
-    assert newest_whole(tmp_path / "here", place, "", said.append) == checkpoint
-    assert checkpoint.stat().st_ino == inode
-    assert len(said) == 1  # of the damaged one

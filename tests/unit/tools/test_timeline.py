@@ -1,6 +1,4 @@
 import json
-import subprocess
-import sys
 from collections import Counter
 
 import pytest
@@ -92,10 +90,6 @@ def test_each_lane_and_colour_has_a_meaning(data):
     assert legend_entries(["instance-0", "instance-1"], []) == [("instance-0 … instance-1", lane_text("instance-0"))]
 
 
-def test_a_run_without_spans_has_a_timeline(tmp_path):
-    assert whole_run(tmp_path, {})["summary"] == "No step was finished."
-
-
 def many(folder, steps, responses):
     """The trace of a run: so many responses a step, on 64 instances, trained in windows of 32."""
     for number in range(steps):
@@ -139,27 +133,3 @@ def test_many_lanes_and_steps_share_bars_and_none_reaches_over_the_steps_that_ar
         assert min(start for name, start, _, _ in bars if name == kind) < 10
         assert max(end for name, _, end, _ in bars if name == kind) > 10 * (count - 1)
     assert Counter(step for kind, _, _, step in bars if kind == "rollout")[30] == 64  # where the page opens
-
-
-MEASURE = """
-import re, sys
-from pathlib import Path
-from engine.tools.watch.page import draw_page
-draw_page(Path(sys.argv[1]))
-print(int(re.search(r"VmHWM:\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024)
-"""
-"""Prints the peak of its own memory. That of `resource` includes the process that started it."""
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(1800)
-def test_a_thousand_steps_of_8192_responses_are_drawn_in_less_than_a_gibibyte(tmp_path):
-    (tmp_path / "trace").mkdir()
-    many(tmp_path / "trace", steps=1, responses=8192)
-    line = (tmp_path / "trace/orchestrator.jsonl").read_text()
-    with (tmp_path / "trace/orchestrator.jsonl").open("w") as file:
-        for number in range(1000):
-            file.write(line.replace('"step": 0', f'"step": {number}').replace('": 0.', f'": {10 * number}.'))
-    done = subprocess.run([sys.executable, "-c", MEASURE, str(tmp_path)], capture_output=True, text=True, timeout=1700)
-    assert done.returncode == 0, done.stderr
-    assert int(done.stdout) < 2**30

@@ -232,12 +232,6 @@ def test_a_gradient_that_is_not_finite_or_absurd_changes_nothing(settings, place
         assert torch.equal(p, kept)
 
 
-def test_adam_updates_one_parameter_at_a_time_on_every_device(settings):
-    """torch's own choice for accelerators needs temporary tensors of the size of all fp32 weights."""
-    groups = a_policy(settings).optimizer.param_groups
-    assert {(group["foreach"], group["fused"]) for group in groups} == {(False, False)}
-
-
 def test_adam_in_bfloat16_is_fused_and_updates_as_in_fp32(settings):
     moved = []
     for dtype in ("float32", "bfloat16"):

@@ -94,11 +94,6 @@ def test_half_a_character_crosses_as_a_question_mark():
     assert crossed(sent).scores == (Score(1.0, "ok", "half ?"),)
 
 
-def test_a_group_that_is_opened_with_a_tokenizer_has_its_texts():
-    opened = open_group(pack_group(numbered_group(4)), decode=lambda token_ids: "-".join(map(str, token_ids)))
-    assert [response.text for response in opened.responses] == ["5-6"]
-
-
 def test_the_scores_of_a_batch_stand_in_the_order_of_its_groups_and_come_with_the_window():
     def scored(index, *rewards):
         (response,) = numbered_group(index).responses
@@ -174,11 +169,6 @@ def test_a_view_of_numbers_behaves_as_their_tuple(data):
         assert view.index(numbers[at]) == numbers.index(numbers[at])
     with pytest.raises(IndexError):
         view[len(numbers)]
-
-
-def test_a_buffer_with_a_part_of_a_number_is_refused():
-    with pytest.raises(ValueError, match="7 bytes are not a whole number of 4-byte numbers"):
-        Numbers(b"1234567", IDS)
 
 
 NO_COLUMNS = {

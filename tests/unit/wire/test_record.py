@@ -143,12 +143,6 @@ def test_a_replay_from_another_base_model_is_refused_and_from_a_copy_is_not(tmp_
         check_record(path, moved)
 
 
-def test_settings_that_change_no_weight_may_differ(tmp_path):
-    path = recorded(tmp_path / "record.msgpack")
-    free = {"run.name": "again", "rollout.concurrency": 7, "train.mode": "sync", "train.steps": 1, "train.timeout_s": 5}
-    check_record(path, config_with(free))
-
-
 def test_a_step_that_was_cut_off_is_refused(tmp_path):
     path = recorded(tmp_path / "record.msgpack")
     path.write_bytes(path.read_bytes()[:-10])  # in the middle of the last entry
@@ -249,12 +243,3 @@ def test_a_resume_names_a_record_that_is_damaged_before(tmp_path):
     assert path.read_bytes() == damaged
     RecordWriter(path, CONFIG, 1)
     assert {entry.step for entry in read_record(path)} == {0}
-
-
-def test_an_empty_record_is_named_or_made_anew_where_all_steps_are_done_again(tmp_path):
-    path = tmp_path / "record.msgpack"
-    path.touch()
-    with pytest.raises(BadInput, match="has only 0 of 3 groups of step 0"):
-        RecordWriter(path, CONFIG, 1)
-    RecordWriter(path, CONFIG, 0)
-    assert list(read_record(path)) == []

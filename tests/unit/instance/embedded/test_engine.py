@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.config import Config
-from engine.instance.embedded.engine import Conflict, SamplingRequest
+from engine.instance.embedded.engine import SamplingRequest
 from engine.instance.protocol import Sampling
 from engine.model.shape import read_shape
 from engine.run.memory import instance_need
@@ -77,26 +77,6 @@ def test_a_stop_token_ends_the_response_and_belongs_to_it(engine):
         stopped = result.token_ids[-1] in range(1, 11)
         assert result.finish_reason == ("stop" if stopped else "length")
         assert stopped or len(result.token_ids) == 40
-
-
-def test_a_response_may_fill_the_context(engine):
-    sent = Sent(engine)
-    sent.send(max_tokens=48 - len(PROMPT))
-    sent.send(range(47), max_tokens=1)
-    first, second = sent.finish()
-    assert (len(first.token_ids), first.finish_reason) == (43, "length")
-    assert (len(second.token_ids), second.finish_reason) == (1, "length")
-
-
-def test_seeds_reproduce_and_differ(folder):
-    def responses(seeds):
-        sent = Sent(engine_of(folder))
-        for seed in seeds:
-            sent.send(max_tokens=20, seed=seed)
-        return [result.token_ids for result in sent.finish()]
-
-    assert responses([1, 2, 3]) == responses([1, 2, 3])
-    assert len({tuple(tokens) for tokens in responses([1, 2, 3])}) == 3
 
 
 def test_equal_prompts_share_one_prefill(engine):
@@ -288,41 +268,6 @@ def test_deterministic_responses_do_not_depend_on_their_company(folder, threads,
                 assert together[place] == alone[number], (mix, number)
     finally:
         torch.set_num_threads(before)
-
-
-def test_pause_and_abort_answer_everything_with_what_it_has(engine):
-    sent = Sent(engine)
-    idle = []
-    for _ in range(6):
-        sent.send(max_tokens=20)
-    for _ in range(3):
-        engine.step()
-    engine.pause(abort=True, done=lambda: idle.append(True))
-    assert idle == [True]
-    assert {result.finish_reason for result in sent.results.values()} == {"abort"}
-    assert [len(sent.results[number].token_ids) for number in range(6)] == [3, 3, 3, 3, 0, 0]
-    sent.send()
-    assert not engine.busy
-    engine.resume()
-    assert sent.finish()[-1].finish_reason == "length"
-
-
-def test_pause_and_wait_drains_but_admits_nothing(engine):
-    sent = Sent(engine)
-    idle = []
-    for _ in range(6):
-        sent.send(max_tokens=5)
-    engine.step()
-    engine.pause(abort=False, done=lambda: idle.append(True))
-    with pytest.raises(Conflict, match="4 responses are still draining"):
-        engine.resume()
-    while engine.busy:
-        assert idle == []
-        engine.step()
-    assert idle == [True]
-    assert engine.load()["waiting"] == 2
-    engine.resume()
-    assert [len(result.token_ids) for result in sent.finish()] == [5] * 6
 
 
 def test_a_response_that_was_cut_goes_on_in_its_stream(folder):

@@ -160,24 +160,6 @@ async def test_a_run_whose_own_instances_can_not_start_goes_on_while_one_that_jo
             await asyncio.wait_for(pool.wait_for(lambda: pool.members() or None), 20)
 
 
-async def test_one_that_joined_and_never_answered_does_not_keep_a_run_whose_own_can_not_start(declare):
-    async with declare([FAILS]) as (pool, _):
-        pool.enter("guest", "http://127.0.0.1:9")
-        with pytest.raises(ProcessDied, match="instance-0 exited with 1"):
-            await pool.connect_instances()
-
-
-async def test_a_restart_that_refuses_its_input_is_the_last(declare):
-    async with declare([SERVES, REFUSES, SERVES], wait_s=0.5) as (pool, started):
-        await pool.connect_instances()
-        await until(lambda: pool.serving == 1, "it")
-        kill(pool)
-        await until(lambda: pool.serving == 0, "its death")
-        with pytest.raises(ProcessDied, match="no rollout instance is left: .* instance-0: the model is bad"):
-            await asyncio.wait_for(pool.wait_for(lambda: pool.members() or None), 5)
-        assert len(started) == 2
-
-
 async def test_one_that_can_not_start_with_the_others_is_started_again_and_the_run_begins_without_it(declare):
     async with declare([KILLED, SERVES]) as (pool, started):
         await pool.connect_instances()

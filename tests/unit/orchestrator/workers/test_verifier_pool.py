@@ -329,11 +329,6 @@ async def test_nobody_but_the_worker_answers_a_call_and_only_once(reward, tmp_pa
     assert scores == [[Score(float(prompt.answer))] * 2 for prompt in prompts]
 
 
-async def test_a_child_that_is_forked_while_the_reward_loads_is_silent(reward):
-    async with verifiers(reward("import os\nos.fork()\ndef reward(prompt, responses): return [1.0]")) as pool:
-        assert await pool.score(PROMPT, [response()]) == [Score(1.0)]
-
-
 async def test_a_reward_that_writes_to_its_socket_again_and_again_is_an_error_by_name(reward):
     spec = reward(
         "import os\ndef reward(prompt, responses):\n    for fd in range(3, 64):\n        try: os.write(fd, b'x')\n"

@@ -60,12 +60,6 @@ def test_vllm_samples_on_a_second_device_over_the_platforms_transport(machine):
     assert rollout_choice(CUDA, (), training=False).devices == (0,)
 
 
-def test_visible_devices_keep_their_numbers(machine, monkeypatch):
-    machine(devices=2, vllm=True)
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
-    assert rollout_choice(CUDA, (), training=True).devices == (6,)
-
-
 @pytest.mark.parametrize(("devices", "vllm", "why"), [(1, True, "needs a second device"), (8, False, "no vLLM")])
 def test_without_vllm_or_a_second_device_the_embedded_engine_samples(machine, devices, vllm, why):
     machine(devices, vllm)
@@ -73,11 +67,6 @@ def test_without_vllm_or_a_second_device_the_embedded_engine_samples(machine, de
     assert (found.engine, found.transport) == ("embedded", "gloo")
     assert "nccl is not tested" in found.remark
     assert why in found.remark
-
-
-def test_the_users_engine_counts_more(machine):
-    machine(devices=8, vllm=True)
-    assert rollout_choice(CUDA, ("rollout.engine=embedded",), training=True).engine == "embedded"
 
 
 @pytest.mark.parametrize("devices", [1, 2])

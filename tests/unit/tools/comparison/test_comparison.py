@@ -9,8 +9,8 @@ import pytest
 
 from engine.evaluation.intervals import mean_interval
 from engine.tools.comparison import accuracy, page, run_figures
-from engine.tools.comparison.run_figures import ComparedRun, Interval, steps_once
-from engine.tools.comparison.verdict import _more, config_differences, judge_runs
+from engine.tools.comparison.run_figures import ComparedRun
+from engine.tools.comparison.verdict import config_differences, judge_runs
 from support.compared_runs import evaluation, run, step
 
 
@@ -23,15 +23,6 @@ def test_a_steps_time_adds_up():
     means = run_figures.step_breakdown(run())
     assert sum(means[key] for key in (*run_figures.PARTS, "other_s")) == pytest.approx(means["step_s"])
     assert means["other_s"] == pytest.approx(0.5)
-
-
-def test_of_a_redone_step_the_last_line_counts():
-    rows = [step(0), step(1), step(2), step(1, seconds=7), step(2, seconds=8)]
-    assert [row["step_s"] for row in steps_once(rows)] == [10, 7, 8]
-
-
-def test_elapsed_time_of_a_run_whose_first_steps_are_missing_starts_there():
-    assert run_figures.elapsed_seconds(ComparedRun("x", "x", {}, [step(5), step(6)])) == {5: 10.0, 6: 20.0}
 
 
 def slow_noise(seconds, seed, alike=0.8, noise=0.2):
@@ -64,15 +55,6 @@ def test_blocks_are_few_and_take_each_step_once(steps):
     assert max(map(len, found)) - min(map(len, found)) <= 1
 
 
-@pytest.mark.parametrize(
-    ("seconds", "word"), [(8.0, "was faster"), (12.5, "was slower"), (10.0, "not enough steps to be sure")]
-)
-def test_the_verdict_on_speed(seconds, word):
-    found = judge_runs([run("sync", noise=0.1), run("periodic", seconds, noise=0.1, seed=9)])[0]
-    assert word in found.sentences[0]
-    assert "periodic" in found.sentences[0]
-
-
 def loaded(name, factor, mode="periodic", **config):
     """A run whose machine was busier: training and updates take `factor` times as long for the same tokens."""
     rows = [step(n, 10.0 * factor, train_s=4.0 * factor, update_s=0.5 * factor) for n in range(20)]
@@ -93,26 +75,12 @@ def test_another_load_is_said_before_any_verdict_on_speed(mode, config, work):
         assert not re.search(r"was (faster|slower)", " ".join([found.answer, *found.sentences]))
 
 
-def test_times_that_may_differ_for_another_reason_are_no_other_load():
-    shared = ComparedRun("sync", "s", {"train.mode": "sync"}, [step(n, 16.0, train_s=10.0) for n in range(20)])
-    assert judge_runs([shared, run("periodic", steps=20)])[0].answer.startswith("periodic was faster")
-    small = loaded("small", 1.0, **{"parallel.data": "2"})
-    assert judge_runs([small, loaded("large", 2.5)])[0].answer.startswith("large (periodic) was slower")
-
-
 def test_few_steps_and_no_common_steps_give_no_interval():
     few = judge_runs([run("sync", steps=5), run("periodic", 8.0, steps=5)])[0]
     assert "4 common steps after the warm-up are too few" in few.sentences[0]
     late = ComparedRun("periodic", "p", {}, [step(n) for n in range(100, 120)])
     none = judge_runs([run("sync"), late])[0]
     assert "no steps in common" in none.sentences[0]
-
-
-def test_missing_keys_leave_gaps_and_end_nothing(tmp_path):
-    bare = ComparedRun("bare", "bare", {}, [{"step": n} for n in range(20)])
-    found = page.write_page([run("sync"), bare], tmp_path / "page.html")
-    assert "no steps in common" in found[0].sentences[0]
-    assert page.summary_table([bare])[1][0][4:9] == ["unknown"] * 5
 
 
 def test_a_paired_difference_sees_what_the_intervals_do_not():
@@ -147,23 +115,6 @@ def test_the_base_model_and_unlike_evaluations_are_not_taken_for_results():
     found = judge_runs([run("sync", evaluations=[late]), run("periodic", evaluations=[evaluation(0.5, 0.4, 0.6)])])[0]
     assert "Careful: after 40 and 30 updates" in found.sentences[1]
     assert "on b (evaluated differently), compared" in found.answer
-
-
-def test_a_part_whose_figures_mlflow_did_not_get_is_in_other():
-    whole = run()
-    rows = [{key: row[key] for key in row if key != "check_s"} for row in whole.steps]
-    less = ComparedRun(whole.name, whole.source, whole.config, rows)
-    assert run_figures.step_breakdown(less)["other_s"] == pytest.approx(0.8)
-    assert [dict(bar["parts"]).get("compare weights") for bar in page._bars([run(), less])] == [
-        pytest.approx(0.3),
-        None,
-    ]
-
-
-def test_several_runs_widen_the_intervals():
-    runs = [run(name, noise=0.1, seed=seed) for seed, name in enumerate(("a", "b", "c"))]
-    assert "97.5% interval" in judge_runs(runs)[0].sentences[0]
-    assert judge_runs(runs)[0].speed.low < judge_runs(runs[:2])[0].speed.low
 
 
 def test_several_benchmarks_widen_the_intervals_of_accuracy(tmp_path):
@@ -219,21 +170,6 @@ def test_the_key_that_two_runs_were_meant_to_differ_in_is_no_caution(base, other
 
 
 @pytest.mark.parametrize(
-    ("ratio", "steps", "said"),
-    [  # logs of value, low and high: the half width shrinks with the square root of the steps
-        ((0.1, -0.1, 0.3), 50, "about 150 more steps would be enough"),  # 0.2: four times the steps
-        ((-0.1, -0.3, 0.1), 50, "about 150 more steps would be enough"),
-        ((0.1, -0.001, 0.201), 10, "about 1 more step would be enough"),
-        ((0.1, -0.1, 0.3), 111, "about 340 more steps would be enough"),
-        ((0.001, -0.1053, 0.0953), 50, "the two are nearly alike: a difference of more than 10% is unlikely"),
-        ((0.0, -0.1053, 0.0953), 50, "the two are nearly alike: a difference of more than 10% is unlikely"),
-    ],
-)
-def test_how_many_more_steps_would_decide(ratio, steps, said):
-    assert _more(Interval(*map(math.exp, ratio)), steps) == f"; {said}"
-
-
-@pytest.mark.parametrize(
     ("seconds", "right", "answer"),
     [
         (8.0, 90, "faster (1.25 times as fast), and better on b"),
@@ -263,13 +199,6 @@ def test_both_questions_are_answered_in_one_sentence(seconds, right, answer):
     assert judge_runs(runs)[0].answer == f"periodic was {answer}, compared with sync."
 
 
-def test_without_enough_steps_and_benchmarks_the_answer_claims_nothing():
-    found = judge_runs([run("sync", steps=4), run("periodic", 8.0, steps=4)])[0]
-    assert (
-        "was of unknown speed (too few common steps), and of unknown quality by its reward in training" in found.answer
-    )
-
-
 def test_runs_that_did_not_end_well_are_marked(tmp_path):
     planned = {"train.steps": "12"}
     whole = ComparedRun("whole", "whole", planned, [step(n) for n in range(12)])
@@ -297,14 +226,6 @@ def test_the_page_is_one_file_and_holds_the_figures(tmp_path):
     assert {len(values) for values in thinned.values()} == {375}  # means of eight steps
     assert (short["step"][-1], short["minutes"][-1], short["reward_mean"][-1]) == (39, pytest.approx(400 / 60), 0.5)
     assert len(text) < 170_000
-
-
-@pytest.mark.parametrize(
-    ("steps", "which"), [(4, "all 4 common steps"), (8, "last 5 of 8 common steps"), (30, "last 10 of 30 common steps")]
-)
-def test_the_reward_says_over_which_steps_it_is(steps, which):
-    found = judge_runs([run(name="a", steps=steps), run(name="b", steps=steps, seed=1)])[0]
-    assert any(sentence.startswith(f"Reward in training ({which}): ") for sentence in found.sentences)
 
 
 def controlled(rewards, cosines=()):

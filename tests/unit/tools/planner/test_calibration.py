@@ -36,22 +36,6 @@ def test_a_runs_costs_predict_other_settings_of_it(tmp_path):
         assert predicted == pytest.approx(real, rel=0.04)
 
 
-def test_one_run_predicts_itself(tmp_path):
-    made = config("a", tmp_path)
-    found = fit_costs([read_run(simulated_run(made))])
-    predicted = fmean(simulate_run(made, found, LENGTHS, seed).step_s for seed in range(4))
-    assert predicted == pytest.approx(
-        fmean(simulate_run(made, COSTS, LENGTHS, seed).step_s for seed in range(4)), rel=0.02
-    )
-
-
-def test_a_run_whose_sides_share_nothing_has_no_slowdown(tmp_path):
-    apart = replace(COSTS, train_slowdown=1.0, rollout_slowdown=1.0)
-    found = fit_costs([read_run(simulated_run(config("a", tmp_path), apart))])
-    assert found.train_slowdown <= 1.02
-    assert found.rollout_slowdown <= 1.02
-
-
 def test_what_is_no_run_or_too_short_is_refused(tmp_path):
     with pytest.raises(BadInput, match="no config.toml there"):
         read_run(tmp_path / "nothing")

@@ -1,16 +1,12 @@
 """The simulation against sums that can be done by hand, and against the rules of the modes."""
 
-import json
 from dataclasses import replace
-from statistics import fmean
 
 import pytest
 
 from engine.config import Config
-from engine.config.recipe import load_config
-from engine.tools.planner.costs import DEVICES, Costs, RowSize
+from engine.tools.planner.costs import Costs, RowSize
 from engine.tools.planner.lengths import Lengths
-from engine.tools.planner.planning import prior_model
 from engine.tools.planner.simulation import SampledGroup, SimulatedInstance, simulate_run
 
 COSTS = Costs(
@@ -70,20 +66,6 @@ def test_periodic_trains_while_groups_arrive():
     assert found.mean("wait_s") == pytest.approx(GENERATION / 4)
 
 
-def test_a_slow_generation_bounds_periodic_by_its_last_group():
-    found = simulate_run(config("periodic"), replace(COSTS, token=0.0001), EQUAL)
-    window = 0.1 + 0.0001 * 410
-    assert found.step_s == pytest.approx(GENERATION + 2 * window + REST)  # the last two groups come together
-    assert found.bound_by == "rollout"
-
-
-def test_one_step_off_generates_the_next_batch_meanwhile():
-    found = simulate_run(config("one_step_off"), COSTS, EQUAL, steps=6)
-    assert found.mean("wait_s") == 0
-    assert found.step_s == pytest.approx(max(GENERATION, PROMPTS * WINDOW) + REST, rel=0.2)
-    assert found.step_s < simulate_run(config("periodic"), COSTS, EQUAL).step_s
-
-
 MODES = [
     {"mode": "sync"},
     {"mode": "periodic"},
@@ -120,13 +102,6 @@ def test_every_mode_trains_each_group_once_with_accepted_versions(more, replica_
         assert step.seconds > 0
 
 
-def test_no_mode_is_slower_than_sync_nor_faster_than_its_busiest_side():
-    sync = simulate_run(config(), COSTS, UNEQUAL)
-    periodic = simulate_run(config("periodic"), COSTS, UNEQUAL)
-    assert periodic.step_s <= sync.step_s
-    assert periodic.step_s >= max(periodic.mean("train_s"), periodic.mean("rollout_s"))
-
-
 def test_work_on_the_same_cores_slows_both_sides():
     alone = simulate_run(config("periodic"), COSTS, EQUAL).step_s
     shared = replace(COSTS, train_slowdown=1.5, rollout_slowdown=1.5)
@@ -143,34 +118,6 @@ def test_a_pipeline_fills_once_for_the_windows_that_are_held_for_an_update():
     first = 2 * alone + 0.1 + 2 * 0.41 * 3 / 4  # the second pair comes while the first is trained, one by one
     held = 0.1 + 4 * 0.41 * 5 / 8
     assert found.mean("train_s") == pytest.approx(first + held)
-
-
-SUB_STEP = "infra/recipes/papers/asyncflow-qwen2.5-7b-32npu.toml"
-
-
-def asyncflow(mode, staged, instances):
-    """AsyncFlow's 7B on 32 NPUs beside so many instances: seconds of a step, and the responses' mean staleness."""
-    keys = {"train.mode": mode, "train.max_staleness": 1, "weights.staged": staged, "dry_run.joining": instances}
-    made = load_config(SUB_STEP, [f"{key}={json.dumps(value)}" for key, value in keys.items()])
-    model = prior_model(made, DEVICES["910b"], Lengths.drawn(2000, 6144, 512, made.rollout.max_new_tokens))
-    found = simulate_run(made, model.costs_of(made), model.lengths, steps=6)
-    late = [one["step"] - one["version"] for one in found.spans if one["name"] == "rollout" and one["step"] > 1]
-    return found.step_s, fmean(late)
-
-
-def test_the_sub_step_update_pays_where_the_instances_bound_the_step_and_is_fresher_there():
-    """docs/modes.md, Staged weights: a few percent over one_step_off with staged weights, more over weights that all
-    take at once; nothing where training bounds the step."""
-    together, _ = asyncflow("bounded", staged=False, instances=6)
-    one_step, lag = asyncflow("one_step_off", staged=True, instances=6)
-    in_turn, fresher = asyncflow("bounded", staged=True, instances=6)
-    assert in_turn < 0.99 * one_step
-    assert in_turn < 0.9 * together
-    assert fresher < 0.95 < lag == 1
-    one_step, _ = asyncflow("one_step_off", staged=True, instances=8)
-    in_turn, lag = asyncflow("bounded", staged=True, instances=8)
-    assert one_step == pytest.approx(in_turn, rel=0.01)
-    assert lag == 1
 
 
 # an instance, against closed forms
@@ -231,16 +178,6 @@ def test_a_prompt_is_computed_once_for_its_group_and_all_wait_for_it():
     found = ends(instance, [SampledGroup(0, 0, 100, (10, 10)), SampledGroup(0, 1, 50, (10,))], [0.0, 0.15])
     assert found[0, 0] == found[0, 1] == pytest.approx(0.1 + 0.05 + 0.1)
     assert found[1, 0] == pytest.approx(0.15 + 0.05 + 0.1)
-
-
-def test_a_slowdown_stretches_the_rest():
-    instance = SimulatedInstance("i", costs(decode_step=0.01))
-    instance.begin_group(SampledGroup(0, 0, 1, (100,)), 0.0)
-    instance.advance(0.4)
-    instance.slowdown = 2.0
-    assert instance.next_finish() == pytest.approx(0.4 + 2 * 0.6)
-    instance.slowdown = float("inf")
-    assert instance.next_finish() is None
 
 
 def test_a_pipeline_computes_a_stage_of_each_micro_batch_at_a_time():
