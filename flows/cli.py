@@ -495,7 +495,6 @@ def plan(
         str, typer.Option(metavar="MEAN,P99", help="without --from: tokens of a response, mean and 99 % quantile")
     ] = "",
     out: Annotated[Path | None, typer.Option("--out", help="write the best settings as a recipe")] = None,
-    page: Annotated[Path | None, typer.Option("--page", metavar="FOLDER", help="write the plan as a page")] = None,
 ) -> None:
     """Find, by simulation, how to split and configure a run: devices for rollouts and for training, layout, mode."""
     config = load_config(str(Path(runs[0]) / "config.toml") if runs and not recipe else _named(recipe), overrides)
@@ -511,7 +510,6 @@ def plan(
         kind=device,
         lengths=lengths,
         out=out,
-        page=page,
         autotune=autotune,
     )
 

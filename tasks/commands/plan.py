@@ -20,7 +20,6 @@ from engine.run.files import write_atomically
 from engine.run.limits import checkpoint_size
 from engine.run.memory import total_parameters
 from engine.run.progress import format_size
-from engine.tools.planner import page as pages
 from engine.tools.planner.calibration import measured_step_s, probe_run, probe_settings, read_run
 from engine.tools.planner.costs import DEVICES
 from engine.tools.planner.lengths import Lengths
@@ -55,11 +54,9 @@ def make_plan(
     kind: str,
     lengths: str,
     out: Path | None = None,
-    page: Path | None = None,
     autotune: bool = False,
 ) -> None:
-    """Print the best settings and what they rest on. Write the best as a recipe to `out`, and the plan's pages to the
-    folder `page`.
+    """Print the best settings and what they rest on. Write the best as a recipe to `out`.
 
     runs: folders of runs of the recipe. count: number of devices; 0: as many as the recipe uses. kind: a key of
     DEVICES, which replaces the recipe's platform and memory, or empty. lengths: "MEAN,P99" tokens of a response, used
@@ -89,8 +86,6 @@ def make_plan(
     if out is not None:
         write_atomically(out, _recipe(given, plan, best))
         console.print_page(f"recipe: {out}")
-    if page is not None:
-        console.print_page(f"page: {pages.write_plan(plan, best, changes, page)}")
 
 
 def measure_probes(config: Config) -> list[str]:
