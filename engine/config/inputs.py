@@ -243,7 +243,7 @@ class Reward(Table):
     on_timeout: OnFault = "zero"
     """What follows when a call takes longer. "stop": the run stops after a checkpoint. "zero": the responses score 0.
     "exclude": they are left out of the training, and the advantages of their group are those of the other responses.
-    All are counted."""
+    All are counted. If all scores of the first step time out, the run stops after it in any case."""
     on_error: OnFault = "stop"
     """What follows when a reward of your own raises, or returns anything but one finite number per response; the values
     are those of `on_timeout`. A built-in reward never stops a run: with "stop" it scores 0."""

@@ -14,7 +14,7 @@ from engine.algorithm.alignment import WARM_UP, upper_end
 from engine.config import Config
 from engine.config.placing import count_devices
 from engine.data.loader import PromptLoader
-from engine.errors import DeadlineError, MetronomeError, ServiceConflict
+from engine.errors import DeadlineError, MetronomeError, RewardError, ServiceConflict
 from engine.model.shape import read_shape
 from engine.orchestrator.batches import Batches
 from engine.orchestrator.column_store import ColumnStore
@@ -344,6 +344,14 @@ class Plane:
         )
         self.folder.add_step(report)
         self.last = dataclasses.asdict(report)
+        if step == 0 and report.reward_timeouts == self.config.train.prompts_per_step * self.config.rollout.group_size:
+            limit = self.config.reward.timeout_s
+            message = (
+                f"all {report.reward_timeouts:,} scores of the first step timed out (reward.timeout_s = {limit:g}), so "
+                f"it taught nothing: mend {self.config.reward.label}, or raise reward.timeout_s or reward.workers; "
+                "metronome try-reward shows the seconds of a call"
+            )
+            await self.stop_run(RewardError(message))
         if self.service is not None and report.grad_cosine is not None:
             low = self.config.algorithm.gac_low
             seen = self.folder.first_figures("grad_cosine", WARM_UP) if low == "auto" else []

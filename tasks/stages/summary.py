@@ -16,12 +16,6 @@ from engine.types import JsonObject
 from tasks.attempt import registered_policy
 from tasks.tracking import evaluation_texts, tracked_run
 
-LONG_TAIL = 0.25
-"""Share of the tokens in the longest tenth of responses above which they are long-tailed. It is 0.1 if all are equally
-long, 0.19 if lengths are spread evenly from 0 to their maximum, 0.33 if they are exponential."""
-WAITED = 0.2
-"""Share of the time from which a wait for responses is worth a hint."""
-
 
 def outcome_rows(config: Config, places: Mapping[str, str]) -> dict[str, str]:
     """The rows of the table at the end of a run: accuracy, reward, speed, places (`places` are rows among these)."""
@@ -46,6 +40,7 @@ def training_rows(config: Config) -> dict[str, str]:
     steps = list(read_lines(folder.steps))
     return {
         **_figures(steps),
+        **_nothing_learned(folder, steps, config.train.prompts_per_step),
         **_responses(steps),
         **_stability(steps, str(config.algorithm.gac_low)),
         **bound_rows(folder.path),
@@ -63,24 +58,23 @@ def _figures(steps: list[JsonObject]) -> dict[str, str]:
     return {"reward": reward, "speed": _speed(steps)}
 
 
+def _nothing_learned(folder: RunFolder, steps: list[JsonObject], groups: int) -> dict[str, str]:
+    """A row that says so if no group of the run had unequal scores."""
+    whole = groups * len(steps)
+    if not steps or sum(row.get("equal_groups", 0) for row in steps) < whole:
+        return {}
+    where = next((path for _, path in folder.all_samples()), folder.responses)
+    return {"learned nothing": f"all {counted(whole, 'group')} had equal scores; why: {where}, metronome try-reward"}
+
+
 def _responses(steps: list[JsonObject]) -> dict[str, str]:
-    """A row with the lengths of the last ten steps. It says whether a trainer that waits needs more instances (verl's
-    guideline for one step off): not if few long responses are what it waits for."""
+    """A row with the lengths of the last ten steps."""
     last = steps[-10:]
     longest = max((row.get("response_length_max", 0) for row in last), default=0)
     if not longest:
         return {}
     mean, p90, tail = (fmean(row[f"response_length_{name}"] for row in last) for name in ("mean", "p90", "tail"))
-    text = f"mean {mean:,.0f} tokens, 90 % up to {p90:,.0f}, longest {longest:,}"
-    text += ": long-tailed" if tail > LONG_TAIL else ": of similar length"
-    waited = sum(row["wait_s"] for row in last) / sum(row["step_s"] for row in last)
-    if waited > WAITED:
-        text += f"; the trainer waited {waited:.0%} of the time, and "
-        text += (
-            "more instances help little: shorten the longest (docs/concepts.md)"
-            if tail > LONG_TAIL
-            else "more instances on further devices help"
-        )
+    text = f"mean {mean:,.0f} tokens, 90 % up to {p90:,.0f}, longest {longest:,}; {tail:.0%} in the longest tenth"
     return {"responses": text}
 
 

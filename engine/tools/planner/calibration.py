@@ -237,6 +237,18 @@ def _busy(spans: Sequence[Span], zero: float) -> _Integral:
     return _Integral(starts, ends, ones, ones)
 
 
+def reward_share(run: MeasuredRun) -> float:
+    """Share of the trainer's waiting in which rewards were computed and no instance sampled."""
+    waits, scored = ([span for span in run.spans if span["name"] == name] for name in ("wait", "verify"))
+    if not waits or not scored:
+        return 0.0
+    zero = run.sampled[0]["start"]
+    starts, ends = (times - zero for times in _columns(waits, ("start", "end")))
+    idle = 1 - _busy(run.sampled, zero).mean(starts, ends)
+    shares = np.minimum(idle, _busy(scored, zero).mean(starts, ends))
+    return float(np.average(shares, weights=np.maximum(ends - starts, 1e-9)))
+
+
 def _fit(rows: Array, targets: Array, shares: Array) -> tuple[list[float], float]:
     """Return coefficients ≥ 0 and a slowdown k with rows · coefficients · (1 + (k − 1) share) ≈ targets.
 

@@ -10,13 +10,14 @@ import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from statistics import fmean
 
 from engine.config import Config
 from engine.errors import BadInput, counted
 from engine.model.shape import ModelShape
 from engine.run.memory import BYTES, cheap_elements, frozen_copies, rank_parameters, total_parameters, whole_layers
 from engine.tools.dry_run.model_shape import shape_of
-from engine.tools.planner.calibration import MeasuredRun, fit_costs, read_run
+from engine.tools.planner.calibration import MeasuredRun, fit_costs, read_run, reward_share
 from engine.tools.planner.costs import COPY, DEVICES, Costs, Device
 from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.search import (
@@ -147,6 +148,10 @@ WORTHWHILE = 1.1
 """Minimum ratio of step times for which a setting is advised."""
 OFF_POLICY = ("one_step_off", "bounded")
 """The other modes, which a plan shows apart."""
+LONG_TAIL = 0.25
+"""Share of the tokens in the longest tenth of responses above which they are long-tailed. It is 0.1 if all are equally
+long, 0.19 if lengths are spread evenly from 0 to their maximum, 0.33 if they are exponential."""
+FEW_LONG = "few long responses, so more instances help little: shorten the longest (docs/concepts.md)"
 COMPARED = 5
 """Number of the best settings that are tried with each change."""
 
@@ -295,7 +300,9 @@ def plan_sensitivity(plan: Planned) -> Iterator[Sensitivity]:
 
 
 def run_advice(folder: Path) -> str:
-    """Return a line that says what the last steps of a run were bound by, and what a plan from them would change.
+    """Return a line that says what the last steps of a run were bound by, what helps against it (for rollouts, verl's
+    guideline for one step off: not more instances if few long responses are what the trainer waits for), and what a
+    plan from them would change.
 
     Other layouts are not considered: a plan can compare them only if it knows the kind of device. Raises BadInput for a
     run that is too short to tell.
@@ -308,8 +315,15 @@ def run_advice(folder: Path) -> str:
         "weight syncs and updates": ("sync_s", "check_s", "update_s"),
     }
     shares = {name: sum(line[key] for line in run.steps for key in keys) / seconds for name, keys in parts.items()}
+    shares["rewards"] = shares["rollout"] * reward_share(run)
+    shares["rollout"] -= shares["rewards"]
     bound = max(shares, key=lambda name: shares[name])
     found = f"{bound} ({shares[bound]:.0%} of a step)"
+    if bound == "rewards":
+        return f"{found}: a faster reward, more reward.workers or a shorter reward.timeout_s helps"
+    if bound == "rollout":
+        tail = fmean(line.get("response_length_tail", 0.0) for line in run.steps)
+        found += f": {FEW_LONG if tail > LONG_TAIL else 'more instances on further devices help'}"
     if len(run.steps) < FEWEST:
         return found
     if run.config.algorithm.dynamic_sampling:

@@ -11,7 +11,7 @@ import pytest
 from engine.algorithm.alignment import RECENT, WARM_UP
 from engine.config import Config
 from engine.data.loader import PromptLoader
-from engine.errors import BadInput, DeadlineError, RatioGapError, ServiceConflict
+from engine.errors import BadInput, DeadlineError, RatioGapError, RewardError, ServiceConflict
 from engine.orchestrator import run_state
 from engine.orchestrator.plane import Plane
 from engine.orchestrator.run_events import RunEvents
@@ -282,6 +282,16 @@ async def test_the_speed_of_a_device_counts_a_shared_one_once(conduct, tmp_path,
     await plane.answer(Report(step=0, figures=figures | {"trained_tokens": 600, "step_s": 3.0}))
     assert plane.last["pool_size"] == 1
     assert plane.last["tokens_per_s_per_device"] == 200 / devices
+
+
+@pytest.mark.parametrize(("timed_out", "step", "stops"), [(32, 0, True), (31, 0, False), (32, 1, False)])
+async def test_a_run_whose_first_scores_all_time_out_stops_after_the_step(conduct, tmp_path, timed_out, step, stops):
+    plane, folder, figures = await reporting(conduct, tmp_path, train={"prompts_per_step": 4})
+    await plane.answer(Report(step=step, figures=figures | {"reward_timeouts": timed_out}))
+    assert [line["step"] for line in read_lines(folder.steps)] == [step]
+    assert isinstance(plane.failure, RewardError) is stops
+    if stops:
+        assert str(plane.failure).startswith("all 32 scores of the first step timed out (reward.timeout_s = 10)")
 
 
 @pytest.mark.parametrize(

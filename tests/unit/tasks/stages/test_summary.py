@@ -24,27 +24,32 @@ def test_the_rows_of_a_training(tmp_path):
     assert rows["speed"] == "0.50 steps/s, 150 trained tokens/s/device"  # without the first step
 
 
-@pytest.mark.parametrize(
-    ("tail", "wait_s", "said"),
-    [
-        (0.6, 1.0, "long-tailed; the trainer waited 50% of the time, and more instances help little"),
-        (0.12, 1.0, "similar length; the trainer waited 50% of the time, and more instances on further devices help"),
-        (0.6, 0.1, "longest 900: long-tailed"),
-    ],
-)
-def test_the_lengths_say_whether_more_instances_help(tail, wait_s, said, tmp_path):
+def test_the_lengths_and_the_alignment_of_gradients_are_rows(tmp_path):
     config = Config(run={"name": "mine", "output": str(tmp_path)})
     config.folder.mkdir()
     for step in range(3):
-        figures = {"step": step, "reward_mean": 0.5, "step_s": 2.0, "tokens_per_s_per_device": 1.0, "wait_s": wait_s}
-        lengths = {"mean": 100.0, "p90": 300, "max": 900, "tail": tail}
-        line = figures | {f"response_length_{name}": value for name, value in lengths.items()} | {"grad_cosine": 0.02}
+        figures = {"step": step, "reward_mean": 0.5, "step_s": 2.0, "tokens_per_s_per_device": 1.0, "grad_cosine": 0.02}
+        lengths = {"mean": 100.0, "p90": 300, "max": 900, "tail": 0.6}
+        line = figures | {f"response_length_{name}": value for name, value in lengths.items()}
         append_line(RunFolder(config.folder).steps, line)
     rows = training_rows(config)
-    assert rows["responses"].startswith("mean 100 tokens, 90 % up to 300, longest 900")
-    assert said in rows["responses"]
+    assert rows["responses"] == "mean 100 tokens, 90 % up to 300, longest 900; 60% in the longest tenth"
     assert rows["|cosine|"] == "mean 0.020, p90 0.020, 100% up to 0.1"
     assert "warning" not in rows
+
+
+@pytest.mark.parametrize(("equal", "told"), [((4, 4), True), ((4, 3), False)])
+def test_a_run_whose_scores_never_differed_says_that_it_learned_nothing_and_where_to_look(tmp_path, equal, told):
+    config = Config(run={"name": "mine", "output": str(tmp_path)}, train={"prompts_per_step": 4})
+    folder = RunFolder(config.folder)
+    folder.responses.mkdir(parents=True)
+    folder.samples_of(0).touch()
+    for step, count in enumerate(equal):
+        figures = {"step": step, "reward_mean": 0.0, "step_s": 2.0, "tokens_per_s_per_device": 1.0}
+        append_line(folder.steps, figures | {"equal_groups": count})
+    said = training_rows(config).get("learned nothing", "")
+    where = f"{folder.samples_of(0)}, metronome try-reward"
+    assert said == (f"all 8 groups had equal scores; why: {where}" if told else "")
 
 
 def test_a_run_whose_folder_was_lost_when_it_had_trained(tmp_path):

@@ -58,9 +58,29 @@ def test_the_advice_names_what_bounds_the_last_steps_and_what_would_change_it(tm
     good = read_run(slow, last=2)
     assert len(good.steps) == 2
     short = simulated_run(with_model(config("short", tmp_path, "sync", concurrency=1), tiny_model), steps=5)
-    assert re.fullmatch(r"rollout \(\d+% of a step\)", planning.run_advice(short))
+    more = "more instances on further devices help"
+    assert re.fullmatch(rf"rollout \(\d+% of a step\): {more}", planning.run_advice(short))
+    steps = short / "steps.jsonl"
+    lines = [json.loads(line) | {"response_length_tail": 0.4} for line in steps.read_text().splitlines()]
+    steps.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert planning.run_advice(short).endswith("so more instances help little: shorten the longest (docs/concepts.md)")
     with pytest.raises(BadInput, match="no config.toml"):
         planning.run_advice(tmp_path / "nothing")
+
+
+def test_a_wait_in_which_only_rewards_are_computed_is_one_for_rewards(tmp_path, tiny_model):
+    """The same run, whose trainer would wait for a thousand seconds more in each step, for its scores."""
+    folder = simulated_run(with_model(config("judged", tmp_path, "sync", concurrency=1), tiny_model), steps=6)
+    spans = [json.loads(line) for line in (folder / "trace/all.jsonl").read_text().splitlines()]
+    end = max(span["end"] for span in spans)
+    late = {"start": end, "end": end + 6000.0, "step": 6}
+    spans += [late | {"name": "wait", "lane": "trainer-0"}, late | {"name": "verify", "lane": "verifier", "group": 0}]
+    (folder / "trace/all.jsonl").write_text("".join(json.dumps(span) + "\n" for span in spans))
+    lines = [json.loads(line) for line in (folder / "steps.jsonl").read_text().splitlines()]
+    lines = [line | {"wait_s": line["wait_s"] + 1000.0, "step_s": line["step_s"] + 1000.0} for line in lines]
+    (folder / "steps.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    told = planning.run_advice(folder)
+    assert re.fullmatch(r"rewards \(\d+% of a step\): a faster reward, more reward.workers or a shorter .*helps", told)
 
 
 def test_the_advice_of_a_long_run_rests_on_its_last_steps_alone(tmp_path, tiny_model, monkeypatch):
