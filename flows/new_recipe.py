@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Annotated, Literal, get_args
 
@@ -59,10 +60,12 @@ def init(
 
 
 def _ask(flag: str, question: str, default: str = "") -> str:
-    """The answer of a person. Raises BadInput if there is none to answer."""
+    """The answer of a person; the default if there is none to answer. Raises BadInput without a default."""
     try:
         return str(typer.prompt(question, default=default or None))
     except typer.Abort:
+        if default and not sys.stdin.isatty():
+            return default
         raise BadInput(f"metronome init: --{flag} is missing, and nobody answers the question") from None
 
 

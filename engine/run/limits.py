@@ -120,8 +120,8 @@ def memory_limits(config: Config, shape: ModelShape, training: bool = True) -> I
         has=need.available,
         unit="bytes",
         formula=", ".join(f"{term.name} {format_size(term.bytes)}" for term in need.terms),
-        remedy=f"the {largest.name} of a process need {format_size(largest.bytes)}: change {' or '.join(keys)}, or "
-        "take a smaller model",
+        remedy=f"change {' or '.join(keys)} ({largest.name} of a process: {format_size(largest.bytes)}), or take a "
+        "smaller model",
     )
 
 

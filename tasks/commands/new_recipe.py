@@ -15,12 +15,17 @@ from engine.config import Config
 from engine.config.recipe import HOME, find_file, load_config
 from engine.config.reference import meaning_of
 from engine.config.schema import SCHEMA
+from engine.data.hub import is_hub_id
 from engine.data.named_models import is_named_model
+from engine.data.prepared import prepare_problems
+from engine.data.tokenizer import Tokenizer
 from engine.errors import BadInput
 from engine.run.files import write_atomically
 from engine.run.memory import total_parameters
+from engine.run.s3 import SCHEME as S3
 from engine.tools.dry_run import plan_run
 from engine.tools.dry_run.model_shape import shape_of
+from tasks.stages.input_checks import check_reward
 
 Keys = dict[str, Any]
 """Dotted key → value, in the order of the file."""
@@ -67,11 +72,16 @@ class Wishes:
 
 
 def write_recipe(path: Path, wishes: Wishes) -> Config:
-    """Write the recipe and return its config. Raises BadInput if the file is there, or with the dry run's reasons if no
-    layout on these devices is accepted."""
+    """Write the recipe and return its config. Raises BadInput if the file is there, with the dry run's reasons if no
+    layout on these devices is accepted, or if the reward, problems or a tokenizer of this machine can't be read."""
     if path.exists():
         raise BadInput(f"{path}: it is there already; give another file, or delete it")
     keys, config = _accepted(wishes)
+    check_reward(config)
+    if not any(is_hub_id(place) or place.startswith(S3) for place in (wishes.data, wishes.heldout)):
+        prepare_problems(config)
+    if (model := find_file(wishes.model)).is_dir():
+        Tokenizer(model, prompt_template=config.data.prompt_template)
     write_atomically(path, recipe_text(keys))
     return config
 

@@ -31,16 +31,13 @@ def shape_of(path: str) -> tuple[ModelShape, str]:
     published = json.loads(PUBLISHED.read_text())
     if config := published.get(folder.name):
         return _shape_in(path, lambda place: _write(place, config)), "published config.json"
-    there = ""
+    known = f"a folder with only config.json is enough, and the dry run has the sizes of {', '.join(published)}"
     if is_model_name(path):
         try:
             return read_shape(fetch_shape(path), weights=False), "config.json on the hub"
         except BadInput as error:
-            there = f"; {error}"
-    raise BadInput(
-        f"model.path = {path!r}: no config.json there, and the dry run has no sizes of {folder.name}; it knows "
-        f"{', '.join(published)}. A folder with only config.json is enough{there}"
-    )
+            raise BadInput(f"{error}; {known}") from None
+    raise BadInput(f"model.path = {path!r}: no config.json there; {known}")
 
 
 @cache

@@ -138,14 +138,14 @@ def test_memory_is_the_machines_or_the_cgroups(tmp_path, files, groups, wanted):
     [
         (
             [],
-            r"trainer 37[.\d]+ GiB, instances 24[.\d]+ GiB, other processes 1.0 GiB\).*change rollout.concurrency or",
+            r"trainer 3\d[.\d]+ GiB, instances 24[.\d]+ GiB, other processes 1.0 GiB\).*change rollout.conc",
         ),
-        (["parallel.data=3"], r"trainer 112[.\d]+ GiB"),
+        (["parallel.data=3"], r"trainer 1\d\d[.\d]+ GiB"),
         (
             ["train.micro_batch_tokens=40000"],
-            r"the activations of a process need .* change train.recompute or train.micro",
+            r"change train.recompute or train.micro.* \(activations of a pro",
         ),
-        (["platform.device=auto"], r"trainer 37"),
+        (["platform.device=auto"], r"trainer 3\d"),
     ],
 )
 def test_a_cpu_has_the_memory_of_its_machine_for_all_processes_together(monkeypatch, keys, what):

@@ -95,7 +95,7 @@ large parallel.nodes=2 -> parallel.nodes = 2 puts 16 trainer ranks on each node,
 base evaluate.max_context=50000 -> evaluate.max_context = 50,000 is more than the 40,960 positions
 base rollout.tensor=3; dry_run.joining=2 -> rollout.tensor = 3 does not divide the model's 32
 base parallel.data=4; train.prompts_per_step=2; platform.devices=0 -> 4 replicas & some would never train
-base model.path=Qwen/Qwen9-900B -> no sizes of Qwen9-900B & Qwen3-8B
+base model.path=Qwen/Qwen9-900B -> model Qwen/Qwen9-900B: & hub & Qwen3-8B
 base rollout.instances=4; dry_run.joining=0 -> takes devices from 0 on & rollout.instances = 0 & joining = 4
 node rollout.devices=[] -> rollout.devices is empty & 4 instances & set rollout.devices = [4, 5, 6, 7]
 node rollout.devices=[3,4,5,6] -> includes [3], which the trainer ranks use; they use [0, 1, 2, 3]
