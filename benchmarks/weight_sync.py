@@ -57,7 +57,7 @@ from engine.run.trace import Trace
 from engine.wire.access_token import VARIABLE
 from engine.wire.messages import FinishSync, Message, OpenSync, Request, SendBucket
 from engine.wire.rollout_messages import Complete, GetLoad, InstanceRequest, Reply
-from engine.wire.weights.buckets import small_first
+from engine.wire.weights.buckets import Buffers, bucket_span, pack_buckets
 from engine.wire.weights.checksum import tensor_checksum
 
 TIMEOUT_S = 300.0
@@ -146,7 +146,7 @@ def measure(config: Config, models: TriModel, folder: Path, rounds: int) -> dict
 
     transport = config.weights.transport
     staged = config.weights.staged
-    sizes = bucket_sizes(models, config.weights.bucket_mb * 2**20)
+    sizes = bucket_sizes(models, config.weights.bucket_bytes)
     bare_side = bare_transfer(
         transport=transport, sizes=sizes, count=config.rollout.instances, folder=folder, timeout_s=TIMEOUT_S
     )
@@ -158,7 +158,7 @@ def measure(config: Config, models: TriModel, folder: Path, rounds: int) -> dict
                 ranks=RankGroup(1, TIMEOUT_S),
                 transport=open_transport(transport, TIMEOUT_S, torch.device("cpu"), folder / "weights"),
                 dtype=torch.float32,
-                bucket_bytes=config.weights.bucket_mb * 2**20,
+                bucket_bytes=config.weights.bucket_bytes,
                 timeout_s=TIMEOUT_S,
             )
             first_s = publisher.publish(models, 0)
@@ -189,8 +189,7 @@ def seconds_of_checks(models: TriModel) -> float:
     """Seconds for the checksums of all tensors on one end, on one core."""
     tensors = [tensor for _, tensor in models.tensors()]
     began = time.thread_time()
-    for tensor in tensors:
-        tensor_checksum(tensor)
+    tensor_checksum(*tensors)
     return time.thread_time() - began
 
 
@@ -236,11 +235,11 @@ def cpu_seconds(pids: list[int]) -> float:
 
 def bucket_sizes(models: TriModel, limit: int) -> list[int]:
     """Sizes of the buckets that engine.wire.weights.buckets makes."""
-    sizes = [0]
-    for _, tensor in small_first(models.tensors(), limit):
-        if sizes[-1] and sizes[-1] + 4 * tensor.numel() > limit:
-            sizes.append(0)
-        sizes[-1] += 4 * tensor.numel()
+    buffers = Buffers(1, TIMEOUT_S)
+    sizes = []
+    for bucket in pack_buckets(models.tensors(), torch.float32, limit, buffers):
+        sizes.append(bucket_span(bucket.specs))
+        buffers.give_back(bucket.buffer)
     return sizes
 
 

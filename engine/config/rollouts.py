@@ -206,10 +206,16 @@ class Weights(Table):
     """Network interface of a trainer's node, "eth0" for example, through which instances on other machines reach the
     sender of the weights ("gloo", "nccl", "hccl"). Empty: the address of the host's name or, if that is loopback, the
     address from which the node reaches `parallel.rendezvous` or listens for instances (`rollout.listen`)."""
-    bucket_mb: PositiveInt = 256
+    bucket_mb: int = Field(default=0, ge=0)
     """Size in MiB of one bucket, the piece of the weights that is gathered and sent at a time. Up to three buckets are
-    in the trainer's memory at once, in addition to the model."""
+    in the trainer's memory at once, and two in an instance's, in addition to the model. 0: 1024 between devices ("nccl"
+    and "hccl"), else 256."""
     check_tokens: int = Field(default=16, ge=0)
     """Number of tokens of the run's prompts whose log-probabilities trainer and instances compare after each sync; 0
     and 1 switch the comparison off. On a CPU each costs both sides as much as a generated token. With bfloat16, where
     the mean difference is compared, 32 or more are advisable."""
+
+    @property
+    def bucket_bytes(self) -> int:
+        """Size of one bucket in bytes. Between devices the messages of a small bucket take longer than its transfer."""
+        return (self.bucket_mb or (1024 if self.transport in ("nccl", "hccl") else 256)) * 2**20

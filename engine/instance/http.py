@@ -169,8 +169,8 @@ async def send_body(
 # the routes ---------------------------------------------------------------------------------------
 
 WEIGHTS_BYTES = 16 * 2**20
-"""Largest body of a route with weights. It carries names, shapes and checksums of a bucket's tensors, about 200 bytes
-each, never the tensors."""
+"""Largest body of a route with weights. It carries names, dtypes and shapes of a bucket's tensors, less than 200
+bytes each, never the tensors."""
 OTHER_BYTES = 2**16
 """Largest body of any other route, not counting a completion's token ids."""
 TOKEN_BYTES = 16

@@ -171,9 +171,9 @@ class Receiver:
         # remove the buffer from the list: a cancelled transfer may still write into it
         buffer = self._buffers[0]
         self._buffers = [self._buffers[1], NOTHING]
-        specs, tensors, checksums, buffer = self._receive_bytes(update_info, buffer, places=places or {})
+        specs, tensors, buffer = self._receive_bytes(update_info, buffer, places=places or {})
         self._buffers[1] = buffer
-        return lambda: _verified(specs, tensors, checksums)
+        return lambda: _verified(specs, tensors, update_info["checksum"])
 
     def stage(self, update_info: JsonObject) -> None:
         """Begin to receive a bucket in the background, into separate host memory.
@@ -213,14 +213,13 @@ class Receiver:
             raise BadInput(f"no weights of version {version} were staged")
         return self._staged
 
-    def _check_bucket(self, update_info: JsonObject) -> tuple[list[TensorSpec], list[str]]:
-        """Return the bucket's tensors and their checksums. Raise BadInput if they are malformed, or if the transport or
+    def _check_bucket(self, update_info: JsonObject) -> list[TensorSpec]:
+        """Return the bucket's tensors. Raise BadInput if they or their checksum are malformed, or if the transport or
         its group is unknown."""
         transport = update_info.get("transport")
         specs = specs_of(update_info)
-        checksums = update_info.get("checksums")
-        if not isinstance(checksums, list) or len(checksums) != len(specs):
-            raise BadInput("update_info.checksums must be a list with one for each name")
+        if not isinstance(checksum := update_info.get("checksum"), str):
+            raise BadInput(f"update_info.checksum {repr_short(checksum)}; expected hexadecimal digits")
         if transport == "file":
             if not isinstance(update_info.get("path"), str):
                 raise BadInput("update_info.path: transport file needs the path of the bucket's safetensors file")
@@ -230,7 +229,7 @@ class Receiver:
             raise BadInput(
                 f"update_info.transport {repr_short(transport)}; known are base, staged, file, {', '.join(BACKENDS)}"
             )
-        return specs, checksums
+        return specs
 
     def _stage_group(self, update_info: JsonObject) -> BroadcastGroup:
         transport = update_info["transport"]
@@ -250,8 +249,8 @@ class Receiver:
     ) -> tuple[list[Named], Tensor]:
         """Return a bucket's verified tensors in host memory, and the buffer that holds them: the given buffer if it is
         large enough."""
-        specs, tensors, checksums, room = self._receive_bytes(update_info, buffer, file)
-        found = _verified(specs, tensors, checksums)
+        specs, tensors, room = self._receive_bytes(update_info, buffer, file)
+        found = _verified(specs, tensors, update_info["checksum"])
         if room.device == HOST:
             return found, room
         # nccl and hccl receive on the device, which has no room for a second model: copy the tensors to the
@@ -267,17 +266,17 @@ class Receiver:
         buffer: Tensor,
         file: BucketFile | BadInput | None = None,
         places: Mapping[str, Tensor] = MappingProxyType({}),
-    ) -> tuple[list[TensorSpec], list[Tensor], list[str], Tensor]:
-        """Return an unverified bucket: specs, tensors, announced checksums, and the buffer used. `file`: its file if it
+    ) -> tuple[list[TensorSpec], list[Tensor], Tensor]:
+        """Return an unverified bucket: specs, tensors, and the buffer used. `file`: its file if it
         is already open, or the error of opening it."""
-        specs, checksums = self._check_bucket(update_info)
+        specs = self._check_bucket(update_info)
         if update_info["transport"] == "file":
             file = file or BucketFile(Path(update_info["path"]))
             if isinstance(file, BadInput):
                 raise file
             _check_names(file, specs)
             buffer = _sized_buffer(buffer, file.nbytes, HOST)
-            return specs, file.read_tensors(buffer, specs), checksums, buffer
+            return specs, file.read_tensors(buffer, specs), buffer
         group = self._stage_group(update_info)
         use_device(self._device)
         into = {spec.name: places[spec.name] for spec in specs if _fits(places.get(spec.name), spec, group.device)}
@@ -287,7 +286,7 @@ class Receiver:
         pieces = {name: place.view(-1).view(torch.uint8) for name, place in into.items()} | rooms
         group.broadcast(*(pieces[spec.name] for spec in specs)).wait()
         tensors = [into[spec.name] if spec.name in into else tensor_view(rooms[spec.name], spec) for spec in specs]
-        return specs, tensors, checksums, buffer
+        return specs, tensors, buffer
 
 
 def _fits(place: Tensor | None, spec: TensorSpec, device: torch.device) -> bool:
@@ -358,13 +357,12 @@ def _sized_buffer(buffer: Tensor, nbytes: int, device: torch.device) -> Tensor:
         raise BadInput(f"update_info: no memory for a bucket of {nbytes} bytes") from None
 
 
-def _verified(specs: Sequence[TensorSpec], tensors: Sequence[Tensor], checksums: Sequence[str]) -> list[Named]:
-    for spec, tensor, expected in zip(specs, tensors, checksums, strict=True):
-        if (found := tensor_checksum(tensor)) != expected:
-            raise BadInput(
-                f"{spec.name} was corrupted in transit: its checksum is {found}, but the announced one is "
-                f"{repr_short(expected)}"
-            )
+def _verified(specs: Sequence[TensorSpec], tensors: Sequence[Tensor], checksum: str) -> list[Named]:
+    if (found := tensor_checksum(*tensors)) != checksum:
+        raise BadInput(
+            f"the bucket {specs[0].name} … {specs[-1].name} was corrupted in transit: its checksum is {found}, but the "
+            f"announced one is {repr_short(checksum)}"
+        )
     return [(spec.name, tensor) for spec, tensor in zip(specs, tensors, strict=True)]
 
 

@@ -221,7 +221,7 @@ def _working(shape: ModelShape, config: Config, stage: int) -> Iterator[Term]:
 def _sync_term(shape: ModelShape, config: Config, buckets: int) -> Term:
     """Buckets on a device, with a transport between devices. A tensor larger than weights.bucket_mb is a bucket."""
     rows = max(shape.vocabulary, shape.intermediate)  # of the largest tensor, an embedding or a matrix of an MLP
-    largest = max(config.weights.bucket_mb * 2**20, rows * shape.hidden * BYTES[config.model.dtype])
+    largest = max(config.weights.bucket_bytes, rows * shape.hidden * BYTES[config.model.dtype])
     count = buckets if config.weights.transport in ("nccl", "hccl") else 0
     formula = f"{count} × the larger of weights.bucket_mb and the largest tensor"
     return Term("sync buckets", float(count * largest), formula)

@@ -336,7 +336,7 @@ class BucketInfo(msgspec.Struct, kw_only=True, omit_defaults=True):
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
-    checksums: list[str]
+    checksum: str
     path: str | None = None
     """Path of the bucket's file, with transport "file"."""
     staged: bool = False

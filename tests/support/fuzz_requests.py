@@ -91,7 +91,7 @@ bucket = {
     "names": ["model.norm.weight"],
     "dtypes": ["float32"],
     "shapes": [[48]],
-    "checksums": ["0" * 16],
+    "checksum": "0" * 32,
     "path": "/nowhere/bucket",
     "staged": False,
 }

@@ -60,7 +60,7 @@ SAMPLING = SamplingSettings(max_new_tokens=4, temperature=1.0, top_p=1.0, top_k=
 def bucket(transport, version, number):
     """A bucket without tensors."""
     return BucketInfo(
-        transport=transport, version=version, stage=0, bucket=number, names=[], dtypes=[], shapes=[], checksums=[]
+        transport=transport, version=version, stage=0, bucket=number, names=[], dtypes=[], shapes=[], checksum=""
     )
 
 

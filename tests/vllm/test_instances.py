@@ -77,7 +77,7 @@ def test_both_processes_of_an_untied_model_get_the_weights(untied, tmp_path):
         assert (client.probe() - before).abs().max() > 0.1
         client.perturb([], 2)
         assert torch.equal(client.probe(), before)
-        wrong = list(file_infos(untied[1], tmp_path / "3", 3))[0] | {"checksums": None}
+        wrong = list(file_infos(untied[1], tmp_path / "3", 3))[0] | {"checksum": None}
         client.post("/begin_weight_update?mode=wait")
         client.post("/update_weights", {"update_info": wrong}, 400)
         client.post("/resume")

@@ -4,7 +4,7 @@ sends one bucket and writes the next one, while the one after it is gathered."""
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
@@ -34,7 +34,7 @@ from engine.wire.messages import (
     SyncOpened,
     VerifySync,
 )
-from engine.wire.weights.buckets import DTYPES, Bucket, Buffers, bucket_span, pack_buckets, small_first
+from engine.wire.weights.buckets import DTYPES, Bucket, Buffers, bucket_span, pack_buckets
 
 Step = Callable[[Bucket, BucketInfo], object]
 
@@ -181,7 +181,7 @@ class Publisher:
                 weights.transport, config.rollout.timeout_s, device, folder, address=address_of(config)
             ),
             dtype=DTYPES[config.model.dtype],
-            bucket_bytes=weights.bucket_mb * 2**20,
+            bucket_bytes=weights.bucket_bytes,
             timeout_s=config.transfer_timeout_s,
         )
 
@@ -278,15 +278,12 @@ class Publisher:
                 pass  # gives its shards to the rank that sends
             return
         self._sent_bytes = 0
-        for bucket in self._packed_buckets(tensors):
+        for bucket in pack_buckets(tensors, self._dtype, self._bucket_bytes, self._buffers):
             info = BucketInfo(
                 transport=self._transport.name, version=version, stage=stage, bucket=bucket.number, **bucket.wire()
             )
             self._sent_bytes += bucket_span(bucket.specs)
             self._pipeline.put_bucket(bucket, info)
-
-    def _packed_buckets(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterator[Bucket]:
-        return pack_buckets(small_first(tensors, self._bucket_bytes), self._dtype, self._bucket_bytes, self._buffers)
 
     def _wait_until_sent(self, stage: int) -> Outcome:
         """Wait until this rank has sent the stage. Return the result."""

@@ -84,9 +84,9 @@ def _logprobs(entries: Any, tokens: list[int]) -> list[float]:  # noqa: ANN401
 DRAIN_S = 60.0
 """Seconds that a pause waits for the replies to requests that vLLM has ended."""
 
-POLL_S = 0.0005
-"""Seconds between the first two checks of a running transfer. The pauses grow up to MAX_POLL_S."""
-MAX_POLL_S = 0.02
+PAUSE_S = 0.02
+"""Seconds between two calls of WeightSession.poll, in which the engine takes other calls. A bucket that arrives within
+WeightSession's WAIT_S needs none."""
 
 
 class VllmBackend:
@@ -325,11 +325,10 @@ class VllmBackend:
         """Call WeightSession.begin and wait until the job ends. The engine accepts other calls in the meantime."""
         self._jobs += 1
         number = self._jobs
-        pause_s = POLL_S
-        await self._call_workers("begin", {"number": number, kind: info})
-        while not all(await self._call_workers("poll", number)):
-            await asyncio.sleep(pause_s)
-            pause_s = min(pause_s * 1.5, MAX_POLL_S)
+        done = await self._call_workers("begin", {"number": number, kind: info})
+        while not all(done):
+            await asyncio.sleep(PAUSE_S)
+            done = await self._call_workers("poll", number)
 
     # workers --------------------------------------------------------------------------------------
 

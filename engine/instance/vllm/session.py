@@ -4,8 +4,8 @@ loads them."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterable
+from concurrent.futures import Future, wait
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,17 +19,22 @@ from engine.instance.receiver import Named, Receiver
 from engine.instance.refusals import Conflict
 from engine.run.process import in_thread
 from engine.types import JsonObject
+from engine.wire.weights.backends import BACKENDS
 
 KEEP_STALE_HEAD = "METRONOME_TEST_KEEP_STALE_HEAD"
 """Environment variable of a test: 1 keeps vLLM's stale copy of a tied lm_head, which the self-test must detect."""
 
 TIED_HEAD = "lm_head.weight"
 
+WAIT_S = 0.2
+"""Seconds that `poll` waits for a bucket. So long the engine, which is paused, takes no other call."""
+
 
 class WeightSession:
     """Receives weights and loads them into the worker's model, bucket by bucket between start and finish.
 
-    A bucket is received and verified completely before it is loaded (except "base"). A refused bucket ends the update.
+    A bucket is received and verified completely before it is loaded (except "base"). A broadcast bucket is verified and
+    loaded while the next one arrives, so its error is raised by the next call. A refused bucket ends the update.
     If the update has loaded tensors by then, the weights are a mixture (`damaged`) until a later update finishes.
     """
 
@@ -42,8 +47,10 @@ class WeightSession:
         self._loaded: set[str] | None = None  # names loaded by the current update
         self._version = 0
         self._damaged = False
-        self._job: tuple[int, Future[list[Named] | None] | None] | None = None
+        self._job: tuple[int, Future[Callable[[], list[Named]] | list[Named] | None] | None] | None = None
         """Number of the last job, and its work; None for a job whose work is done."""
+        self._arrived: Callable[[], list[Named]] | None = None
+        """Verifies the broadcast bucket that has arrived and is not loaded."""
 
     # state ----------------------------------------------------------------------------------------
 
@@ -54,18 +61,19 @@ class WeightSession:
 
     # the update -----------------------------------------------------------------------------------
 
-    def begin(self, job: dict[str, Any]) -> None:
-        """Begin to join groups or to receive a bucket, in a thread, so that the engine can take other calls.
+    def begin(self, job: dict[str, Any]) -> bool:
+        """Begin to join groups or to receive a bucket, in a thread, so that the engine can take other calls. Return
+        what `poll` does.
 
         `job`: {"number", "connect": init_info} or {"number", "receive": update_info}. It replaces an older job; joining
-        new groups also cancels waits in the older ones. `poll` says whether the job is done.
+        new groups also cancels waits in the older ones. Raise the error of the bucket before.
         """
         number = job["number"]
         if "connect" in job:
             init_info = job["connect"]  # this worker's rank in the groups is the instance's first rank plus its own
             connect = partial(self._receiver.connect, init_info, self._worker.rank)
             self._job = number, in_thread("weights", connect)
-            return
+            return self.poll(number)
         info = job["receive"]
         if self._loaded is None:
             raise Conflict("weights arrived outside an update: call /begin_weight_update first")
@@ -73,18 +81,24 @@ class WeightSession:
             self._load(self._receiver.receive(info, self._base))
             self._job = number, None
         else:  # received completely before loading, so that no part of a refused bucket is loaded
-            self._job = number, in_thread("weights", lambda: list(self._receiver.receive(info, self._base)))
+            self._job = number, in_thread("weights", partial(self._receive, info))
+            self._load_arrived()
+        return self.poll(number)
 
     def poll(self, number: int) -> bool:
-        """Return whether the job is done; if so, the weights that it received are in the model. Raise its error, or
-        TransferError if a newer job has replaced it."""
+        """Wait for the job, up to WAIT_S during an update, in which nothing is sampled. Return whether it is done; if
+        so, the weights that it received are in the model, or on the way there. Raise its error, or TransferError if a
+        newer job has replaced it."""
         if self._job is None or self._job[0] != number:
             raise TransferError("the weight transfer was cancelled by a newer one")
         work = self._job[1]
-        if work is not None and not work.done():
+        if work is not None and not wait([work], 0.0 if self._loaded is None else WAIT_S).done:
             return False
         self._job = number, None
-        if work is not None and (found := work.result()):
+        found = work.result() if work is not None else None
+        if callable(found):
+            self._arrived = found
+        elif found:
             self._load(found)
         return True
 
@@ -102,6 +116,7 @@ class WeightSession:
 
     def finish(self, version: int) -> None:
         """Make vLLM finish its layers, and set the version. Raise Conflict if tensors are missing."""
+        self._load_arrived()
         if self._loaded is None or not self._loaded:
             raise Conflict("no weights were loaded since /begin_weight_update")
         if missing := sorted(self._expected.keys() - self._loaded - ({TIED_HEAD} if self._tied else set())):
@@ -116,6 +131,7 @@ class WeightSession:
     def abort(self) -> None:
         """End an update early. Layers without new weights keep theirs; if any tensor was loaded, the model is
         `damaged`."""
+        self._arrived = None
         if self._loaded is None:
             return
         self._damaged = self._damaged or bool(self._loaded)
@@ -142,12 +158,28 @@ class WeightSession:
 
         return set_current_vllm_config(self._worker.vllm_config)
 
+    def _receive(self, update_info: JsonObject) -> Callable[[], list[Named]] | list[Named]:
+        """Return a bucket's verified tensors or, if it was broadcast, a function that verifies and returns them."""
+        self._receiver.check(update_info)
+        if update_info["transport"] in BACKENDS:
+            return self._receiver.fetch(update_info)
+        return list(self._receiver.receive(update_info, self._base))
+
+    def _load_arrived(self) -> None:
+        """Verify and load the bucket that has arrived, if any."""
+        arrived = self._arrived
+        self._arrived = None
+        if arrived is not None:
+            self._load(arrived())
+
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
         with self._with_vllm_config(), torch.device(self._worker.device), torch.no_grad():
             # vLLM's models have this method, torch's modules do not
             self._model.load_weights(self._check_and_note(tensors))  # type: ignore[operator]
             for layer in self._model.modules():
                 _copy_pending(_layerwise_reload().get_layerwise_info(layer))
+        if self._worker.device.type != "cpu":  # else the next bucket but one could arrive in memory that is still read
+            torch.accelerator.synchronize(self._worker.device)
 
     def _check_and_note(self, tensors: Iterable[tuple[str, Tensor]]) -> Iterable[tuple[str, Tensor]]:
         """Yield the tensors, checking each one and recording it as loaded."""

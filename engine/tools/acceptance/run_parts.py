@@ -312,7 +312,7 @@ def weight_sync(task: PartTask) -> None:
     sync_s = statistics.median(step["sync_s"] for step in steps[WARM_UP:])
     stored = sum(file.stat().st_size for file in model.glob("*.safetensors"))  # in fp32
     total = stored if config.model.dtype == "float32" else stored // 2
-    bucket = config.weights.bucket_mb * 2**20
+    bucket = config.weights.bucket_bytes
     sizes = [bucket] * (total // bucket) + [total % bucket]
     between = machine if config.weights.transport == machine.backend else PLATFORMS["cpu"]
     backend = between.backend

@@ -475,17 +475,16 @@ async def weight_update(engine: TriedEngine) -> str:
     return f"version {VERSION}, apart by at most {apart:.1e} from the new weights"
 
 
-@rule("checksum", "a tensor with a wrong checksum is refused by name, and the old weights stay")
+@rule("checksum", "a bucket with a wrong checksum is refused with this reason, and the old weights stay")
 async def checksum(engine: TriedEngine) -> str:
     """It prevents damaged weights from being served."""
     first, *_ = engine.reference.buckets(VERSION)
     before = await _seen(engine)
     await engine.begin_update()
-    sums = [("0" if first["checksums"][0][0] != "0" else "1") + first["checksums"][0][1:], *first["checksums"][1:]]
-    answer = await engine.ask("POST", "/update_weights", {"update_info": {**first, "checksums": sums}})
-    name = first["names"][0]
-    demand(answer.status in REFUSED, f"a bucket with a wrong checksum of {name} was answered {answer}")
-    demand(name in answer.error, f"the refusal does not name {name}: {answer}")
+    wrong = ("0" if first["checksum"][0] != "0" else "1") + first["checksum"][1:]
+    answer = await engine.ask("POST", "/update_weights", {"update_info": {**first, "checksum": wrong}})
+    demand(answer.status in REFUSED, f"a bucket with a wrong checksum was answered {answer}")
+    demand("checksum" in answer.error, f"the refusal does not name the checksum: {answer}")
     refusal = f"{answer.status}: {answer.error[:80]}"
     answer = await engine.ask("POST", "/resume", {})
     demand(answer.status == 200, f"POST /resume after a refused first bucket answered {answer}")

@@ -24,6 +24,10 @@ from engine.wire.weights.checksum import tensor_checksum
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "float64": torch.float64}
 """The dtypes that weights can have, by their name on the wire."""
 
+FIRST = 8
+"""The first bucket may have one part in so many of the limit: nothing is sent while the sender packs it, and instances
+receive it into memory of its own and copy it (WeightLoad.lend_parameters)."""
+
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
@@ -95,12 +99,13 @@ def tensor_view(data: Tensor, spec: TensorSpec) -> Tensor:
 
 
 class BucketTensors(TypedDict):
-    """The part of update_info that describes a bucket's tensors: lists of the same length."""
+    """The part of update_info that describes a bucket's tensors: three lists of the same length, and the checksum of
+    their bytes."""
 
     names: list[str]
     dtypes: list[str]
     shapes: list[list[int]]
-    checksums: list[str]
+    checksum: str
 
 
 @dataclass
@@ -118,17 +123,13 @@ class Bucket:
         """Return uint8 [nbytes] of each tensor. These are sent one after the other."""
         return [tensor.view(-1).view(torch.uint8) for tensor in self.tensors]
 
-    def checksums(self) -> list[str]:
-        """Return the checksum of each tensor."""
-        return [tensor_checksum(tensor) for tensor in self.tensors]
-
     def wire(self) -> BucketTensors:
-        """Return names, dtypes, shapes and checksums, in the form of update_info."""
+        """Return names, dtypes, shapes and checksum, in the form of update_info."""
         return {
             "names": [spec.name for spec in self.specs],
             "dtypes": [spec.dtype for spec in self.specs],
             "shapes": [list(spec.shape) for spec in self.specs],
-            "checksums": self.checksums(),
+            "checksum": tensor_checksum(*self.tensors),
         }
 
 
@@ -171,17 +172,18 @@ class Buffers:
 def pack_buckets(
     tensors: Iterable[tuple[str, Tensor]], dtype: torch.dtype | None, limit: int, buffers: Buffers
 ) -> Iterator[Bucket]:
-    """Put named tensors in order into buckets of at most `limit` bytes, or of one larger tensor. Casts to `dtype` if
-    given.
+    """Put named tensors into buckets of at most `limit` bytes (the first: limit / FIRST), or of one larger tensor, in
+    order; but if the first tensor is too large for the first bucket (an embedding), it comes second. Casts to `dtype`
+    if given.
 
     Tensors that need no copy are referenced, so they must not change while the bucket is in use. The caller gives each
     bucket's buffer back. Raises BadInput for a dtype that weights can't have.
     """
     bucket: Bucket | None = None
     number = used = 0
-    for name, tensor in tensors:
+    for name, tensor in _small_first(tensors, limit // FIRST):
         spec = _spec_of(name, tensor, dtype)
-        if bucket is not None and used + spec.nbytes > limit:
+        if bucket is not None and used + spec.nbytes > (limit if bucket.number else limit // FIRST):
             yield bucket
             bucket = None
         if bucket is None:
@@ -195,10 +197,8 @@ def pack_buckets(
         yield bucket
 
 
-def small_first(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[tuple[str, Tensor]]:
-    """Yield the tensors in order, but swap the first two if the first is larger than `limit` bytes (an embedding).
-    Instances receive the first bucket into separate memory and copy it, and the others in place
-    (WeightLoad.lend_parameters)."""
+def _small_first(tensors: Iterable[tuple[str, Tensor]], limit: int) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors in order, but swap the first two if only the second has at most `limit` bytes."""
     left = iter(tensors)
     first = list(itertools.islice(left, 2))
     if len(first) == 2 and first[0][1].nbytes > limit >= first[1][1].nbytes:

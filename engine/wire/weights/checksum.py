@@ -1,15 +1,19 @@
-"""A checksum of a tensor's bytes that is fast enough for every sync: XXH3 in host memory, integer arithmetic in torch
+"""A checksum of a bucket's bytes that is fast enough for every sync: XXH3 in host memory, integer arithmetic in torch
 on devices.
 
 The tensors are in host memory on both ends, or on devices on both ends. Both kinds detect transfer errors (a changed
-bit, swapped positions, bytes of another version). They do not protect against an attacker who computes collisions.
+bit, swapped positions or tensors, bytes of another version). They do not protect against an attacker who computes
+collisions.
 
 On devices the bytes are read as 64-bit words. Within a chunk each word is folded, so that its high bits affect the low
 bits, and multiplied by an odd pseudo-random weight that depends on its position. The products are added modulo 2^64.
-The sums of the chunks are the coefficients of a polynomial modulo 2^64.
+The sums of the chunks, with each tensor's size and last bytes, are the coefficients of a polynomial modulo 2^64. A
+bucket's are read from the device at once, since each read waits for the device.
 """
 
 from __future__ import annotations
+
+from itertools import islice
 
 import torch
 import xxhash
@@ -28,25 +32,30 @@ _FOLD = 31
 _weights_of: dict[torch.device, Tensor] = {}
 
 
-def tensor_checksum(tensor: Tensor) -> str:
-    """Return the checksum of the tensor's bytes in row-major order, independent of shape and dtype.
+def tensor_checksum(*tensors: Tensor) -> str:
+    """Return the checksum of the tensors' bytes, one tensor after the other, each in row-major order, independent of
+    shapes and dtypes.
 
-    It has 32 hexadecimal digits (XXH3, 128 bits) for a tensor in host memory, and 16 for a tensor on a device.
+    It has 32 hexadecimal digits (XXH3, 128 bits) for tensors in host memory, and 16 for tensors on a device.
     """
-    data = _bytes(tensor)
-    return xxhash.xxh3_128_hexdigest(data.numpy().data) if data.device.type == "cpu" else device_checksum(tensor)
+    if tensors[0].device.type != "cpu":
+        return device_checksum(*tensors)
+    found = xxhash.xxh3_128()
+    for tensor in tensors:
+        found.update(_bytes(tensor).numpy().data)
+    return found.hexdigest()
 
 
-def device_checksum(tensor: Tensor) -> str:
-    """Return the device checksum, computed where the tensor is."""
-    data = _bytes(tensor)
-    whole = data.numel() // 8 * 8
-    words = _words(data[:whole])
-    value = data.numel()
-    for total in _sums(words) if len(words) else []:
-        value = (value * _BASE + total) & _MASK
-    rest = int.from_bytes(data[whole:].cpu().numpy().tobytes(), "little")
-    return f"{_mixed((value * _BASE + rest) & _MASK):016x}"
+def device_checksum(*tensors: Tensor) -> str:
+    """Return the device checksum, computed where the tensors are."""
+    sums = [_sums(_bytes(tensor)) for tensor in tensors]
+    totals = iter(torch.cat(sums).tolist())
+    value = 0
+    for tensor, own in zip(tensors, sums, strict=True):
+        value = value * _BASE + tensor.nbytes
+        for total in islice(totals, len(own)):
+            value = (value * _BASE + total) & _MASK
+    return f"{_mixed(value):016x}"
 
 
 def _bytes(tensor: Tensor) -> Tensor:
@@ -58,12 +67,17 @@ def _words(data: Tensor) -> Tensor:
     return (data if data.storage_offset() % 8 == 0 and data.data_ptr() % 8 == 0 else data.clone()).view(torch.int64)
 
 
-def _sums(words: Tensor) -> list[int]:
-    """Return the weighted sum of each chunk, modulo 2^64."""
+def _sums(data: Tensor) -> Tensor:
+    """Return int64 [chunks + 1]: the weighted sum of each chunk of the bytes, modulo 2^64, and the bytes that are left
+    after the last whole word."""
+    whole = data.numel() // 8 * 8
+    words = _words(data[:whole])
+    rest = torch.zeros(8, dtype=torch.uint8, device=data.device)
+    rest[: data.numel() - whole] = data[whole:]
     weights = _weights(words.device)
     scratch = torch.empty(min(BLOCK, len(words)), dtype=torch.int64, device=words.device)
     sums = []
-    for block in words.split(BLOCK):
+    for block in words.split(BLOCK) if len(words) else []:
         folded = scratch[: len(block)].copy_(block)
         folded >>= _FOLD  # torch_npu has a kernel for this operator, and none for bitwise_right_shift
         folded += block
@@ -72,7 +86,7 @@ def _sums(words: Tensor) -> list[int]:
         sums.append(folded[:whole].view(-1, CHUNK).mul_(weights).sum(1))
         if whole < len(block):
             sums.append(folded[whole:].mul_(weights[: len(block) - whole]).sum(0, keepdim=True))
-    return [total & _MASK for total in torch.cat(sums).tolist()]
+    return torch.cat([*sums, rest.view(torch.int64)])
 
 
 def _weights(device: torch.device) -> Tensor:

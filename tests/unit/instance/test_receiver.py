@@ -85,7 +85,7 @@ def test_memory_of_the_version_before_is_used_again_only_while_nothing_is_receiv
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"checksums": ["0" * 16] * 3}, "a was corrupted in transit"),
+        ({"checksum": "0" * 32}, "the bucket a … c was corrupted in transit"),
         ({"shapes": [[5, 7], [300], [3]]}, r"a is F32 \[7, 5\], but F32 \[5, 7\] was announced"),
         ({"dtypes": ["float32", "float16", "float32"]}, r"b is BF16 \[300\], but F16"),
         ({"names": ["a", "b", "d"]}, "its tensors differ from those announced; the first that differs is c"),
@@ -108,8 +108,8 @@ def test_what_differs_from_what_was_announced_is_refused_by_name(tmp_path, chang
         {"transport": "mpi"},
         {"transport": ["file"]},
         {"path": None},
-        {"checksums": None},
-        {"checksums": []},
+        {"checksum": None},
+        {"checksum": 0},
         {"names": None},
         {"transport": "gloo"},
         {"transport": "nccl"},
@@ -247,7 +247,11 @@ def test_what_is_staged_lies_in_host_memory_where_transfers_arrive_on_a_device(g
             else torch.empty(nbytes, dtype=torch.uint8).as_subclass(OnDevice)
         ),
     )
-    monkeypatch.setattr(receivers, "tensor_checksum", lambda tensor: tensor_checksum(tensor.as_subclass(torch.Tensor)))
+    monkeypatch.setattr(
+        receivers,
+        "tensor_checksum",
+        lambda *tensors: tensor_checksum(*(tensor.as_subclass(torch.Tensor) for tensor in tensors)),
+    )
     for version, limit in ((1, 150), (2, 700)):
         receiver._groups[0].device = torch.device("cuda", 0)
         for bucket, info in wires(limit):

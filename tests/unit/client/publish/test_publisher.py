@@ -141,7 +141,7 @@ def test_instances_are_told_each_bucket_of_a_transport_with_groups(tmp_path):
         publisher(orchestrator, "gloo", tmp_path).publish(Model(1), 1)
     finally:
         orchestrator.close()
-    assert [info["bucket"] for info in told] == [0, 1, 2]
+    assert [info["bucket"] for info in told] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize("transport", ["gloo", "late"])
@@ -177,7 +177,7 @@ def test_instances_that_fail_in_every_attempt_end_the_run_by_name(run, monkeypat
 def test_an_error_of_the_orchestrator_is_raised_on_all_ranks(run, transport):
     async def corrupt(route, body, count):
         if route == "/update_weights" and body["update_info"].get("stage") == 1:
-            return {"update_info": body["update_info"] | {"checksums": ["0" * 16] * len(body["update_info"]["names"])}}
+            return {"update_info": body["update_info"] | {"checksum": "0" * 32}}
         return None
 
     _, ended, _ = run(transport, [1], a=corrupt, b=corrupt)

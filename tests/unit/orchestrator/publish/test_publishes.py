@@ -46,9 +46,7 @@ async def hang(body):
 
 
 async def corrupt(body):
-    changed = dict(body["update_info"])
-    changed["checksums"] = ["0" * 16, *changed["checksums"][1:]]
-    return {"update_info": changed}
+    return {"update_info": body["update_info"] | {"checksum": "0" * 32}}
 
 
 UPDATE = "/update_weights"
@@ -70,7 +68,7 @@ def test_every_instance_holds_exactly_what_the_trainer_has(start, tmp_path, tran
     assert all(one.state == "serving" and one.version == 2 for one in orchestrator.pool.instances)
     assert not orchestrator.reasons
     for client in orchestrator.clients:
-        assert client.calls.count(UPDATE) == 1 + 3 * (3 + staged)  # buckets: output layer with a and b, c, d
+        assert client.calls.count(UPDATE) == 1 + 3 * (4 + staged)  # buckets: output layer, a and b, c, d
         assert client.calls.count("/init_weight_transfer_engine") == (transport == "gloo")
         beside = [route for route in client.calls[before[client.name] :] if route != UPDATE]
         assert sorted(beside) == [BEGIN, FINISH, "/health"]
@@ -134,7 +132,7 @@ LEFT_OUT = [
     *((*how, "/health", 1, die, "its connection broke") for how in BOTH),
     *((*how, BEGIN, AFTER_TEST, die, "its connection broke") for how in BOTH),
     *((*how, "/init_weight_transfer_engine", 1, die, "its connection broke") for how in BOTH[2:]),
-    *((*how, UPDATE, AFTER_TEST + 1, corrupt, "c was corrupted in transit") for how in BOTH),
+    *((*how, UPDATE, AFTER_TEST + 1, corrupt, "the bucket a … b was corrupted in transit") for how in BOTH),
     ("file", False, UPDATE, 1, hang, "/update_weights answered 503: b: no answer (self-test)"),
     ("file", False, BEGIN, AFTER_TEST, hang, "no answer (weight version 5)"),
     ("file", False, UPDATE, AFTER_TEST, hang, "no answer (weight version 5, bucket 0 of stage 0)"),
@@ -192,10 +190,11 @@ def test_an_error_in_a_transfer_of_a_group_costs_an_instance_its_place_only_thre
 
 @pytest.mark.parametrize("staged", [False, True])
 @pytest.mark.parametrize("transport", ["file", "gloo"])
-def test_a_bucket_that_everybody_gets_corrupted_fails_the_sync_by_the_tensors_name(start, tmp_path, transport, staged):
+def test_a_bucket_that_everybody_gets_corrupted_fails_the_sync_by_its_tensors_names(start, tmp_path, transport, staged):
     orchestrator = start(2, staged, a=on(UPDATE, AFTER_TEST, corrupt), b=on(UPDATE, AFTER_TEST, corrupt))
     with pytest.raises(
-        WeightSyncError, match=rf"{OUTPUT} was corrupted in transit: its checksum is \w+, but the announced one is '0"
+        WeightSyncError,
+        match=rf"{OUTPUT} … {OUTPUT} was corrupted in transit: its checksum is \w+, but the announced one is '0",
     ):
         publisher(orchestrator, transport, tmp_path).publish(Model(5), 5)
     assert orchestrator.publishes.version is None

@@ -222,7 +222,8 @@ def test_tables_name_every_term():
 
 
 @pytest.mark.parametrize(
-    ("transport", "bucket_mb", "bucket"), [("nccl", 256, EMBEDDING), ("nccl", 2048, 2**31), ("gloo", 256, 0)]
+    ("transport", "bucket_mb", "bucket"),
+    [("nccl", 0, EMBEDDING), ("nccl", 256, EMBEDDING), ("nccl", 2048, 2**31), ("gloo", 0, 0)],
 )
 def test_a_tensor_that_is_larger_than_a_bucket_is_one(transport, bucket_mb, bucket):
     """Three in the trainer's memory; two in the instance's, beside the share that vLLM takes."""

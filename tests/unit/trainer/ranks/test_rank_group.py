@@ -114,7 +114,7 @@ def _said(lockstep):
 
     def bucket(number, text):
         return BucketInfo(
-            transport=text, version=0, stage=0, bucket=number, names=[], dtypes=[], shapes=[], checksums=[]
+            transport=text, version=0, stage=0, bucket=number, names=[], dtypes=[], shapes=[], checksum=""
         )
 
     mine = bucket(ranks.rank, "x" * 10**ranks.rank)
