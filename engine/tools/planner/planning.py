@@ -6,6 +6,7 @@ assumptions. If a run was measured, only ratios between layouts of one device ar
 
 from __future__ import annotations
 
+import math
 import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -47,7 +48,10 @@ KERNELS = 72
 ALL_REDUCE_S = 2e-5
 """Minimum seconds of an all-reduce within a node."""
 SYNC_S = 0.5
-"""Seconds of a weight sync apart from the transfer of its bytes."""
+"""Seconds of a weight sync apart from its buckets."""
+BUCKET_S = 0.012
+"""Seconds of a bucket's messages: one to the orchestrator, one to the instances, one to their processes (an
+assumption)."""
 
 
 def prior_costs(shape: ModelShape, config: Config, device: Device) -> Costs:
@@ -86,10 +90,17 @@ def prior_costs(shape: ModelShape, config: Config, device: Device) -> Costs:
         # scores and values of half of the keys; the backward pass is twice the work of the forward pass
         square=passes / 2 * 2 * shape.layers * heads / shared / (device.flops * TRAINING),
         update=reduced + 28 * stage / split / (device.bandwidth * READING),
-        sync=SYNC_S + 2 * total / network,
+        sync=SYNC_S + transfer_seconds(config, 2 * total),
         orchestrator_token=1e-6,
         source=f"prior, {device.name}",
     )
+
+
+def transfer_seconds(config: Config, nbytes: float) -> float:
+    """Return the seconds to send weights of so many bytes: the network's, below which nothing can get, and those of the
+    buckets' messages. Each bucket is verified and loaded while the next one arrives."""
+    buckets = math.ceil(nbytes / config.weights.bucket_bytes)
+    return buckets * BUCKET_S + nbytes / (config.platform.network_gbps * 1e9 / 8)
 
 
 def _inactive(shape: ModelShape) -> int:

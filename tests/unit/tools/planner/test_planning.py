@@ -21,6 +21,7 @@ from engine.tools.planner.planning import (
     prior_costs,
     prior_model,
     scale_costs,
+    transfer_seconds,
 )
 from engine.tools.planner.search import (
     Ranked,
@@ -142,6 +143,17 @@ def test_priors_follow_the_arithmetic(recipe, shape):
     other = scale_costs(measured, made, wide)
     assert other.token == pytest.approx(2 * wide.token)
     assert other.source == "measured: a, scaled by prior, h100"
+
+
+@pytest.mark.parametrize(
+    ("nbytes", "bucket_mb", "seconds"),
+    [(16.4e9, 256, 1.07), (16.4e9, 0, 0.52), (65.5e9, 256, 4.25), (65.5e9, 0, 2.05), (65.5e9, 2048, 1.68)],
+)
+def test_a_weight_sync_takes_its_bytes_and_its_buckets_messages(nbytes, bucket_mb, seconds):
+    """The figures of docs/rollouts.md: Qwen3-8B and 32B in bf16 over 400 Gbit/s."""
+    keys = ["weights.transport=nccl", f"weights.bucket_mb={bucket_mb}", "platform.network_gbps=400"]
+    config = load_config(None, [*keys, "rollout.engine=vllm", "platform.device=cuda"])
+    assert transfer_seconds(config, nbytes) == pytest.approx(seconds, abs=0.01)
 
 
 def test_costs_on_other_cores_are_in_inverse_proportion():
