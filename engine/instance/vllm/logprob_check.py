@@ -4,10 +4,14 @@ top-k and top-p, of every sampled token.
 An engine may accept a setting and ignore it (vllm-ascend 0.23: --logprobs-mode), and nothing else would notice at a
 temperature other than 1. The instance answers through its own routes. For the tokens t at one position,
 log-probability(t) - log p(t) / temperature is the same number, however t was sampled; log p is what the instance
-reports for a token of a prompt, at temperature 1.
+reports for a token of a prompt, at temperature 1. One of the tokens drawn at a position may be off: in a mixture of
+experts a router near a tie may choose other experts when it sees the same token in a batch of another shape.
 """
 
 from __future__ import annotations
+
+import math
+from statistics import median
 
 from engine.errors import BadInput
 from engine.instance.vllm.batch_invariance import COMPLETIONS, Ask, sampled_tokens
@@ -33,8 +37,10 @@ def check_logprobs(ask: Ask, platform: str) -> None:
         drawn = [_sample(ask, start, seed=seed)[0] for seed in range(DRAWS)]
         found = [(given, _score(ask, [*start, one])) for one, given in ((token, logprob), *drawn)]
         offsets = [given - score / TEMPERATURE for given, score in found]
-        if not _agree(offsets):
-            right = logprob - offsets[0] + offsets[1]
+        usual = median(offsets[1:])
+        apart = [abs(offset - usual) for offset in offsets]
+        if not (all(map(math.isfinite, offsets)) and max(apart[0], median(apart[1:])) <= TOLERANCE):
+            right = logprob - offsets[0] + usual
             raise BadInput(
                 f"{platform} reports {_quantity(found)}, and not log softmax(logits / temperature) of the whole "
                 f"vocabulary, which is trained on: {logprob:.4g} for token {token} after {start} at temperature "

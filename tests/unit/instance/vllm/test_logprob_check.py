@@ -48,6 +48,26 @@ def test_log_probabilities_after_the_temperature_and_before_top_p_pass(noise, sp
     check_logprobs(Engine(lambda logits, scaled, kept: scaled, noise, spread), "this engine")
 
 
+@pytest.mark.parametrize("position", range(3))
+def test_a_drawn_token_for_which_a_router_chose_other_experts_is_no_other_quantity(position):
+    class Tied(Engine):
+        """One prompt's log-probability differs by far between two batches."""
+
+        asked = 0
+
+        def __call__(self, method, path, body):
+            reply = super().__call__(method, path, body)
+            if "prompt_logprobs" in body:
+                Tied.asked += 1
+                if Tied.asked == 5 * position + 3:
+                    (choice,) = reply["choices"]
+                    choice["prompt_logprobs"][-1][str(body["prompt"][-1])]["logprob"] -= 3.0
+            return reply
+
+    check_logprobs(Tied(lambda logits, scaled, kept: scaled), "this engine")
+    assert Tied.asked == 15
+
+
 OTHERS = {
     "before the temperature (raw_logprobs)": lambda logits, scaled, kept: logits,
     "after top_p (processed_logprobs)": lambda logits, scaled, kept: kept,
