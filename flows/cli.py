@@ -247,7 +247,8 @@ def try_reward(
     ] = None,
     rows: Annotated[int, typer.Option(min=1, help="number of problems of data.train to try it on")] = 3,
 ) -> None:
-    """Score a few responses as a run would, and show scores, metrics and seconds. Exit code 1: a score is missing."""
+    """Show a prompt as the model gets it and what a few responses score, with metrics and seconds. Exit code 1: a score
+    is missing."""
     config = load_config(_named(recipe), overrides)
     from tasks.stages.input_checks import with_model_folder
     from tasks.stages.reward_trial import read_given, run_trial

@@ -91,7 +91,7 @@ class RowFields:
     messages: tuple[JsonObject, ...] = ()
     """The messages of a prompt that is a conversation. If the last is the assistant's, the response continues it."""
     remarks: tuple[str, ...] = ()
-    """How the row was read, where that is not plain from its columns: GSM8K_READ, UNREAD."""
+    """How the row was read, where that is not plain from its columns: GSM8K_READ, UNREAD, and that it has no answer."""
     refused: bool = False
     """Whether the row cannot be used, because what the assistant says at the end has no certain meaning."""
 
@@ -125,7 +125,9 @@ def find_fields(row: Mapping[str, Any], layout: RowFormat) -> RowFields:
     unread = any(
         not f"{answer_column}.".startswith(f"{place}.") and not is_missing(said) for place, said in responses.items()
     )
-    remarks = (*[GSM8K_READ] * gsm8k, *[UNREAD] * unread)
+    unanswered = layout.own_reward and is_missing(answer)
+    found = [f"no answer is found in its columns {', '.join(row)}, so prompt.answer is empty"]
+    remarks = (*[GSM8K_READ] * gsm8k, *[UNREAD] * unread, *found * unanswered)
     return RowFields(problem_column, answer_column, problem, answer, messages, remarks, refused)
 
 

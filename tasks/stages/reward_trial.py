@@ -5,15 +5,18 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
 from engine.config import Config, Reward
 from engine.data.prepared import prepare_problems
+from engine.data.problem_statistics import describe_report, report_data
+from engine.data.problems import Problems
 from engine.data.prompts import encode_problems, prompt_id
 from engine.data.tokenizer import Tokenizer
-from engine.errors import BadInput, RewardError
+from engine.errors import BadInput, RewardError, counted
 from engine.orchestrator.workers.verifier_pool import VerifierPool
 from engine.types import Prompt, Response, Score
 
@@ -60,27 +63,35 @@ def _given(line: str, where: str) -> GivenResponse:
 
 
 def run_trial(config: Config, given: Sequence[GivenResponse], rows: int) -> tuple[str, bool]:
-    """Score responses to problems of data.train. Return a table, and whether each response has a score.
+    """Score responses to problems of data.train. Return what a run says of the data, the first prompt as the model gets
+    it, a table of the scores and what they mean; and whether each response has a score.
 
     The problems are those that `given` names, and the first `rows` ones unless it names all. Without `given` each
-    problem has two responses: its own answer, and WRONG. Raises BadInput if data or reward can't be loaded, or if a
-    named problem is not there.
+    problem has two responses: its own answer, and WRONG. Raises BadInput if data or reward can't be loaded, if a named
+    problem is not there, or if the recipe has a program.
     """
     data = config.data
+    if config.rollout.program:
+        raise BadInput(
+            f"rollout.program = {config.rollout.program!r}: a program makes each response in turns with a model, and "
+            "its score, so there is no reward to try on texts; try it in a run: --set train.steps=1"
+        )
     model = Path(config.model.path)
     tokenizer = Tokenizer(model, config.rollout.stop, data.prompt_template, data.chat_template_kwargs)
     calls = []
-    for prompt in _chosen_prompts(config, tokenizer, given, rows):
+    prepared = prepare_problems(config)
+    for prompt in _chosen_prompts(config, prepared.train, tokenizer, given, rows):
         texts = [one.text for one in given if one.prompt_id in ("", prompt.id)] if given else [prompt.answer, WRONG]
         calls.append((prompt, [_response(tokenizer, text) for text in texts]))
     tried = asyncio.run(_score_all(config, tokenizer, calls))
-    return _table(tried), all(one.score.status == "ok" for one in tried)
+    report = f"{describe_report(report_data(prepared))}\n\nthe first prompt as the model gets it:\n"
+    shown = "".join(tokenizer.pieces(calls[0][0].token_ids))
+    return f"{report}{shown}\n\n{_table(tried)}\n{_verdict(tried)}", all(one.score.status == "ok" for one in tried)
 
 
 def _chosen_prompts(
-    config: Config, tokenizer: Tokenizer, given: Sequence[GivenResponse], rows: int
+    config: Config, problems: Problems, tokenizer: Tokenizer, given: Sequence[GivenResponse], rows: int
 ) -> Sequence[Prompt]:
-    problems = prepare_problems(config).train
     named = {one.prompt_id for one in given if one.prompt_id}
     first = rows if not given or any(not one.prompt_id for one in given) else 0
     ids = [prompt_id(row.identity, row.answer) for row in problems.rows]
@@ -109,7 +120,8 @@ def score_first_problem(config: Config, tokenizer: Tokenizer, prompt: Prompt) ->
         raise BadInput(f"{error} (before the start, {where})") from None
     if failed := next((score for score in scores if score.status != "ok"), None):
         return f"{where}: {failed.detail}"
-    return f"{where}: scores {_value(scores[0])} and {_value(scores[1])}"
+    first, second = map(_value, scores[:2])
+    return f"{where}: scores {first} and {second}{'; equal, see metronome try-reward' if first == second else ''}"
 
 
 async def _score_first(settings: Reward, config: Config, tokenizer: Tokenizer, prompt: Prompt) -> list[Score]:
@@ -163,12 +175,27 @@ def _table(tried: Sequence[_Tried]) -> str:
                 _excerpt(one.response),
                 _value(score) if score.status == "ok" else score.status,
                 f"{one.seconds:.3f}",
-                "; ".join([*metrics, *([score.detail] if score.detail else [])]),
+                "; ".join([*metrics, *([score.detail] if score.detail and score.status == "ok" else [])]),
             )
         )
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(
         "  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines
+    )
+
+
+def _verdict(tried: Sequence[_Tried]) -> str:
+    """The failures, each once, or what the scores would teach."""
+    failed = [one.score.detail.partition(": ")[2] for one in tried if one.score.status != "ok"]
+    if failed:
+        whys = Counter(failed).items()
+        return "\n".join(f"error: {count} of {counted(len(tried), 'response')}: {why}" for why, count in whys)
+    values = sorted({_value(one.score) for one in tried})
+    if len(values) > 1:
+        return f"scores differ: {', '.join(values)}"
+    return (
+        f"all scores are equal ({values[0]}), and a group of equal scores teaches nothing. If a right one is among the "
+        "responses, the reward may want a format: give --response TEXT as the model should write it, or --responses"
     )
 
 

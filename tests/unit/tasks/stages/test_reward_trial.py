@@ -21,6 +21,10 @@ from engine.reward import per_response
 def form(prompt, response):
     return {"score": prompt.answer in response.text, "chars": len(response.text), "tokens": len(response.token_ids)}
 
+@per_response
+def strict(prompt, response):
+    return float(response.text == f"Total: {prompt.answer}")
+
 def fails(completions, level, **columns):
     if columns["prompts"][0] == "2+2=":
         time.sleep(60)
@@ -42,15 +46,20 @@ def tried(tmp_path, tiny_model):
         done = CliRunner().invoke(
             app, ["try-reward", "infra/recipes/quickstart.toml", *sets(*keys), *map(str, arguments)]
         )
-        lines = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in done.stdout.splitlines()]
-        return done.exit_code, done.stderr, lines
+        _, _, table = done.stdout.partition("\n\nthe first prompt as the model gets it:\n")[2].partition("\n\n")
+        lines = [[cell.strip() for cell in line.split("  ") if cell.strip()] for line in table.splitlines()]
+        return done.exit_code, done.stderr or done.stdout, lines
 
     return run
 
 
 def test_each_problem_is_tried_with_its_answer_and_a_wrong_one(tried):
-    code, _, lines = tried("form", ["--rows", 2])
+    code, told, lines = tried("form", ["--rows", 2])
     assert code == 0
+    assert told.startswith(
+        "3 problems of 4 characters (4-4), 3 held out\n\nthe first prompt as the model gets it:\n1+1=\n"
+    )
+    assert lines.pop() == ["scores differ: 0, 1"]
     assert lines[0] == ["problem", "response", "score", "seconds", "metrics"]
     assert [line[:3] for line in lines[1:]] == [
         ["1+1=", "2", "1"],
@@ -66,7 +75,7 @@ def test_the_responses_of_a_run_go_to_their_own_problems(tried, tmp_path):
     (tmp_path / "some.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code, _, lines = tried("form", ["--rows", 1, "--responses", tmp_path / "some.jsonl"])
     assert code == 0
-    assert sorted(line[:3] for line in lines[1:]) == [
+    assert sorted(line[:3] for line in lines[1:-1]) == [
         ["1+1=", "it is 2", "1"],
         ["3+3=", "it is 2", "0"],
         ["3+3=", "it is 6", "1"],
@@ -76,9 +85,29 @@ def test_the_responses_of_a_run_go_to_their_own_problems(tried, tmp_path):
 def test_a_reward_that_fails_or_hangs_is_shown_and_ends_with_code_1(tried):
     code, _, lines = tried("fails", ["--rows", 2])
     assert code == 1
-    assert [line[2] for line in lines[1:]] == ["error", "error", "timeout", "timeout"]
-    assert "returned nan for response 0" in lines[1][4]
-    assert "no score within 1 s" in lines[3][4]
+    assert [line[2] for line in lines[1:5]] == ["error", "error", "timeout", "timeout"]
+    (failed,), (late,) = lines[5:]
+    assert failed.startswith("error: 2 of 4 responses: ")
+    assert "returned nan for response 0" in failed
+    assert late == "error: 2 of 4 responses: no score within 1 s"
+
+
+@pytest.mark.parametrize("arguments", [(), ("--response", "It is 2.", "--response", "It is 3.")])
+def test_equal_scores_say_what_they_mean_and_what_to_give(tried, arguments):
+    code, _, lines = tried("strict", ["--rows", 1, *arguments])
+    assert code == 0
+    (said,) = lines[-1]
+    assert said.startswith("all scores are equal (0), and a group of equal scores teaches nothing.")
+    assert "give --response TEXT as the model should write it" in said
+
+
+def test_a_program_is_refused_and_rows_without_an_answer_are_said_with_their_columns(tried, tmp_path):
+    code, told, _ = tried("form", ["--set", "rollout.program=mine.py:program"])
+    assert (code, "rollout.program = 'mine.py:program': a program makes each response in turns" in told) == (2, True)
+    (tmp_path / "rows.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    _, told, lines = tried("form", ["--rows", 1])
+    assert "rows.jsonl, 1 row: no answer is found in its columns prompt, completion, so prompt.answer is empty" in told
+    assert "its column completion, is not read" in told
 
 
 @pytest.mark.parametrize(
@@ -130,7 +159,7 @@ def leaves_out(prompt, responses):
         ),
         ("careful", "", "careful was called with '1+1=', its answer and an empty response: scores 1 and 0\n"),
         ("hangs", "", "no score within 1 s\n"),
-        ("leaves_out", "", "its answer and an empty response: scores excluded and excluded\n"),
+        ("leaves_out", "", "scores excluded and excluded; equal, see metronome try-reward\n"),
     ],
 )
 def test_a_run_calls_its_reward_on_a_problem_before_anything_starts(
