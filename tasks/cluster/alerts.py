@@ -54,9 +54,10 @@ _SAFE = {
 """Filters by format. The text of an error may be a model's, and <!channel> or <at user_id="all"> calls everybody."""
 _OURS = {"prefect.resource.role": "tag", "prefect.resource.id": "prefect.tag.metronome"}
 _EACH_ONCE: dict[str, Any] = {"for_each": {"prefect.resource.id"}, "threshold": 1}
-_TAKEN = {f"prefect.flow-run.{state}" for state in ("Pending", "Submitting", "Running")}
+_BEGUN = {"prefect.flow-run.Running"}
 _OVER = {f"prefect.flow-run.{state}" for state in ("Cancelling", "Cancelled", "Completed", "Failed")}
-_WAITS = {"prefect.flow-run.Late", "prefect.flow-run.AwaitingRetry"}
+_WAITS = {f"prefect.flow-run.{state}" for state in ("Late", "AwaitingRetry", "Pending")}
+"""States of a run without a worker, and of one whose pod has no node or no image."""
 
 
 def choose_format(url: str, given: str = "") -> str:
@@ -117,14 +118,14 @@ def build_alerts(block: UUID, ui: str, wait_minutes: float = WAIT_MINUTES, kind:
     champion = f"{{{{ event.payload.policy{safe} }}}}"
     flow = _body(f"flow_run.state.message{short}", "flow_run.id", f"flow_run.labels['{FOLDER}']{safe}", ui)
     own = _body(f"event.payload.figures{short}", "event.payload.flow_run", f"event.payload.folder{safe}", ui)
-    resumed = {*_TAKEN, *_OVER, "prefect.flow-run.Scheduled", "prefect.flow-run.AwaitingRetry"}
+    resumed = {*_BEGUN, *_OVER, *_WAITS, "prefect.flow-run.Scheduled"}
     not_resumed = _missing({"prefect.flow-run.Crashed"}, resumed, 600.0)  # the watchdog takes one minute
-    waiting = f"{run} has waited for a worker for {wait_minutes:g} minutes"
-    not_taken = _missing(_WAITS, _TAKEN | _OVER, 60.0 * wait_minutes)
+    waiting = f"{run} has waited for a worker or a pod for {wait_minutes:g} minutes"
+    not_begun = _missing(_WAITS, _BEGUN | _OVER, 60.0 * wait_minutes)
     alerts = (
         ("a run has failed", f"{run} has failed", flow, _happens("prefect.flow-run.Failed", _OURS)),
         ("a crashed run is not resumed", f"{run} crashed and is not resumed", flow, not_resumed),
-        ("a run waits for a worker", waiting, flow, not_taken),
+        ("a run waits for a worker", waiting, flow, not_begun),
         ("a run has finished", f"{own_run} has finished", own, _happens(FINISHED, {})),
         ("a new champion", f"{champion} is the new champion", own, _happens(CHAMPION, {})),
     )

@@ -33,12 +33,13 @@ from prefect.settings import get_current_settings
 from prefect.utilities.schema_tools.validation import validate
 from pydantic import TypeAdapter, ValidationError
 
+from engine.config import Config
 from engine.config.recipe import HOME, load_config
 from engine.config.table import Table
-from engine.errors import BadInput, MetronomeError, without_password
+from engine.errors import BadInput, MetronomeError, counted, without_password
 from engine.types import JsonObject
 from tasks.cluster import alerts, watchdog
-from tasks.cluster.devices import CPU_SLOTS, CUDA_DEVICES, NPUS, OPTIONS, UNCOUNTED, visible_cuda_devices
+from tasks.cluster.devices import CPU_SLOTS, CUDA_DEVICES, NPUS, OPTIONS, UNCOUNTED, count_devices, visible_cuda_devices
 from tasks.cluster.prefect_api import CLIENT_AUTH
 from tasks.terminal.console import DEPLOY, named_deployment, own_program
 
@@ -201,20 +202,26 @@ def deploy_flows(recipe: str, overrides: Sequence[str], choices: Choices) -> dic
     templates = {
         name: read_template(name, known) for name in sorted({one["work_pool"]["name"] for one in tree["deployments"]})
     }
-    load_config(recipe, list(overrides))
+    config = load_config(recipe, list(overrides))
     server = _server()
     try:
-        return {"Prefect server": server, **_change_server(tree, templates, choices)}
+        return {"Prefect server": server, **_change_server(tree, templates, config, choices)}
     except (httpx.HTTPError, MetronomeError) as error:
         raise MetronomeError(f"{error}\nRepair: the same command once more, when the server answers") from error
 
 
 def _change_server(
-    tree: Mapping[str, Any], templates: Mapping[str, tuple[str, JsonObject]], choices: Choices
+    tree: Mapping[str, Any],
+    templates: Mapping[str, tuple[str, JsonObject]],
+    config: Config,
+    choices: Choices,
 ) -> dict[str, str]:
     _keep_timezone(tree)
     _make_pools(templates)
-    limits = _set_limits(choices, templates[choices.pool][0])
+    kind, base = templates[choices.pool]
+    limits = _set_limits(choices, kind)
+    if kind != PROCESS:
+        limits += _limit_runs(choices, base, config)
     _deploy(tree)
     rows = {name: _row(one) for name, one in _on_server(tree).items()}
     made = [trigger["name"] for one in tree["deployments"] for trigger in one.get("triggers", ())]
@@ -245,6 +252,8 @@ def read_deployments(recipe: str, overrides: Sequence[str], choices: Choices) ->
             one["work_pool"]["name"] = choices.pool
         if name == ROLLOUTS:
             one["work_pool"]["name"] = choices.rollout_pool
+            if read_template(choices.rollout_pool, read_pools(choices.pools))[0] != PROCESS:
+                one["parameters"]["host"] = "0.0.0.0"  # of the pod, which the network policy guards
         if name == NIGHTLY:
             changed = {"cron": choices.training, "timezone": choices.timezone, "active": True}
             one["schedules"] = [schedule | changed for schedule in one["schedules"] if choices.training]
@@ -352,16 +361,34 @@ def _set_limits(choices: Choices, kind: str) -> str:
         derived = {CUDA_DEVICES: here} if here and CUDA_DEVICES not in {*known, *wanted} else {}
         for limit, slots in (wanted | derived).items():
             client.upsert_global_concurrency_limit_by_name(limit, slots)
-        counted = {one.name: one.limit for one in client.read_global_concurrency_limits(limit=LIMITS)}
+        made = {one.name: one.limit for one in client.read_global_concurrency_limits(limit=LIMITS)}
     found = [
-        f"{limit} {counted[limit]}" + (f" (of this machine; {OPTIONS[limit]} N changes it)" if limit in derived else "")
+        f"{limit} {made[limit]}" + (f" (of this machine; {OPTIONS[limit]} N changes it)" if limit in derived else "")
         for limit in OPTIONS
-        if limit in counted
+        if limit in made
     ]
-    found += [f"{what} NOT counted ({OPTIONS[limit]} N)" for limit, what in UNCOUNTED.items() if limit not in counted]
-    if NPUS not in counted and "ascend" in choices.pool:
+    found += [f"{what} NOT counted ({OPTIONS[limit]} N)" for limit, what in UNCOUNTED.items() if limit not in made]
+    if NPUS not in made and "ascend" in choices.pool:
         found.append(f"runs on NPUs are REFUSED ({OPTIONS[NPUS]} N)")
     return ", ".join(found)
+
+
+def _limit_runs(choices: Choices, base: JsonObject, config: Config) -> str:
+    """Let the training pool's queue `default` start only as many runs at once as have room with all their nodes and
+    instances: a pod holds its own devices before its run can wait for the others. Return a text about it. `base`: the
+    pool's template."""
+    requested = " ".join(base["variables"]["properties"]["resources"]["default"])
+    device = "npu" if "huawei.com/" in requested else "cuda" if "nvidia.com/" in requested else "cpu"
+    known = config.model_copy(update={"platform": config.platform.model_copy(update={"device": device})})
+    needed, limit = count_devices(known, choices.on_rollout_pool)
+    with get_client(sync_client=True) as client:
+        there = {one.name: one.limit for one in client.read_global_concurrency_limits(limit=LIMITS)}
+        if limit not in there or not needed:
+            return ""
+        runs = max(1, there[limit] // needed)
+        queue = client.read_work_queue_by_name("default", choices.pool)
+        client.update_work_queue(queue.id, concurrency_limit=runs)
+    return f", {counted(runs, 'run')} at once on {choices.pool}"
 
 
 def _keep_timezone(tree: Mapping[str, Any]) -> None:

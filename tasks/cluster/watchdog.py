@@ -49,7 +49,10 @@ SILENCE_S = 300.0
 Prefect server restarts in less."""
 PENDING_S = 2400.0
 """Seconds within which a run must begin after a worker took it; otherwise it counts as dead, because the worker was
-lost at that moment. A pod may wait that long for its image and its NPUs (pod_watch_timeout_seconds in infra/pools)."""
+lost at that moment."""
+POD_S = 86400.0
+"""The same where Kubernetes has a job for the run, which may wait for its devices or its image, as a second job
+would."""
 DELAY_S = 30.0
 """Seconds between a crash and the resume. A worker reports a death twice, up to 15 s apart. If the run were resumed in
 between, the second report would crash it again, and a second process would be started for it."""
@@ -93,11 +96,19 @@ def last_seen() -> float | None:
 
 def _crash_late(client: SyncPrefectClient, pending_s: float) -> list[str]:
     """Set runs to Crashed that a worker took long ago and that have not begun."""
-    since = _ago(pending_s)
-    late = [run for run in _runs(client, StateType.PENDING) if run.state and run.state.timestamp < since]
-    for run in late:
-        client.set_flow_run_state(run.id, Crashed(message=f"Did not start within {pending_s:.0f} s"))
-    return [f"{run.name} did not start in time" for run in late]
+    late = []
+    for run in _runs(client, StateType.PENDING):
+        limit = max(pending_s, POD_S) if _has_job(run) else pending_s
+        if run.state and run.state.timestamp < _ago(limit):
+            client.set_flow_run_state(run.id, Crashed(message=f"Did not start within {limit:.0f} s"))
+            late.append(f"{run.name} did not start in time")
+    return late
+
+
+def _has_job(run: FlowRun) -> bool:
+    """Whether Prefect's worker has made a job for the run, NAMESPACE:JOB, instead of a process, HOST:PID."""
+    name = (run.infrastructure_pid or "").rpartition(":")[2]
+    return bool(name) and not name.isdigit()
 
 
 def _crash_silent(client: SyncPrefectClient, silence_s: float) -> list[str]:

@@ -372,6 +372,19 @@ def test_a_scheduler_of_gangs_gets_its_label(folder, gang):
     assert {one["image"] for _, one, _ in containers([cluster])} == {"registry.example.com/metronome:ascend"}
 
 
+def test_nodes_are_let_in_where_pods_use_their_network(folder):
+    """A network policy sees such a pod as its node."""
+    site = folder.parent / "site"
+    site.mkdir(exist_ok=True)
+    text = "resources: [../kubernetes/gpu]\ncomponents: [../kubernetes/host-network]\n"
+    (site / "kustomization.yaml").write_text(text)
+    policies = named(rendered(site), "NetworkPolicy")
+    (ingress,) = policies["namespace"]["spec"]["ingress"]
+    assert ingress["from"] == [{"podSelector": {}}, {"ipBlock": {"cidr": "10.0.0.0/8"}}]
+    kubernetes_validate.validate(policies["namespace"], "1.34", strict=True)
+    assert policies["postgres"] == named(rendered(folder / "gpu"), "NetworkPolicy")["postgres"]
+
+
 def test_only_the_two_servers_reach_the_database(folder):
     policies = named(rendered(folder / "gpu"), "NetworkPolicy")
     labels = {one["metadata"]["labels"]["app.kubernetes.io/name"] for _, one in pods(rendered(folder / "gpu"))}

@@ -5,12 +5,15 @@ huawei.com/ascend-1980 (the plugin of Huawei Cloud's CCE), nvidia.com/gpu (NVIDI
 resources are whole numbers, and requests equal limits (Kubernetes, "Assign Extended Resources to a Container").
 """
 
+import inspect
 import re
 import uuid
 
 import kubernetes_validate
+import prefect_kubernetes.worker as kubernetes_worker
 import pytest
 from prefect.client.schemas.objects import FlowRun
+from prefect.workers import base as base_worker
 from prefect_kubernetes.worker import KubernetesWorkerJobConfiguration
 
 from tasks.cluster.deploy import read_pools, read_template
@@ -64,6 +67,28 @@ def check(job):
     assert {one["name"] for one in container["volumeMounts"]} == {one["name"] for one in pod["volumes"]}
     names = [one["name"] for one in container["env"]]
     assert len(names) == len(set(names))
+
+
+def test_the_worker_reads_all_that_the_template_sets():
+    """A field of the configuration that only its own definition names has no effect."""
+    read = {
+        found[1]
+        for module in (kubernetes_worker, base_worker)
+        for found in re.finditer(r"(?:self|configuration)\.(\w+)", inspect.getsource(module))
+    }
+    assert set(read_template("kubernetes-cuda")[1]["job_configuration"]) - read == set()
+    assert {*KubernetesWorkerJobConfiguration.model_fields} - read == {
+        *("job_watch_timeout_seconds", "pod_watch_timeout_seconds", "stream_output")
+    }
+
+
+@pytest.mark.parametrize("pool", SHIPPED)
+def test_a_job_leaves_room_on_its_node(pool):
+    """The system and the cluster's own pods need some of it: here of 1 TiB and 128 cores with 8 devices."""
+    asked = read_template(pool)[1]["variables"]["properties"]["resources"]["default"]
+    [devices] = [count for name, count in asked.items() if "/" in name]
+    assert int(asked["memory"].removesuffix("Gi")) / devices <= 0.9 * 1024 / 8
+    assert asked["cpu"] / devices <= 0.9 * 128 / 8
 
 
 @pytest.mark.parametrize("pool", SHIPPED)

@@ -430,6 +430,34 @@ with get_client(sync_client=True) as client:
     ]
 
 
+def test_no_pod_holds_devices_while_it_waits_for_others(environment):
+    """Of 16 devices, a run with a rank and three instances takes four. The queue lets four such runs start. A
+    run that needs more than there are starts, and is refused by itself."""
+    code = """
+from engine.config import Config
+from prefect.client.orchestration import get_client
+from tasks.cluster import deploy
+from tasks.cluster.deploy import Choices
+
+pool, limit = "kubernetes-cuda", "cuda-devices"
+template = deploy.read_template(pool)
+deploy._make_pools({pool: template})
+with get_client(sync_client=True) as client:
+    for slots, instances in ((0, 3), (16, 3), (16, 40)):
+        if slots:
+            client.upsert_global_concurrency_limit_by_name(limit, slots)
+        config = Config(rollout={"instances": 0})
+        told = deploy._limit_runs(Choices(pool=pool, on_rollout_pool=instances), template[1], config)
+        print(client.read_work_queue_by_name("default", pool).concurrency_limit, told)
+    client.delete_global_concurrency_limit_by_name(limit)
+"""
+    assert call([sys.executable, "-c", code], environment).splitlines() == [
+        "None ",
+        "4 , 4 runs at once on kubernetes-cuda",
+        "1 , 1 run at once on kubernetes-cuda",
+    ]
+
+
 def _registered(uri):
     """All policies that were registered; tests of other files that use the same servers may have made some."""
     from mlflow import MlflowClient

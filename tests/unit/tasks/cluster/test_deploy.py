@@ -36,7 +36,10 @@ def test_choices_reach_the_deployments():
     assert {name for name, one in found.items() if TAG in one["tags"]} == {*trains}  # resumed after a crash
     # a limit on the queue `default` must not hold back the nodes of a run that has begun
     queues = {name: one["work_pool"].get("work_queue_name", "default") for name, one in found.items()}
-    assert queues == dict.fromkeys(found, "default") | {"join-training": "nodes"}
+    assert queues == dict.fromkeys(found, "default") | {"join-training": "nodes", "serve-rollouts": "nodes"}
+    assert "host" not in found["serve-rollouts"]["parameters"]  # loopback
+    pods = deployments(rollout_pool="kubernetes-cuda")["serve-rollouts"]
+    assert pods["parameters"]["host"] == "0.0.0.0"  # the run is another pod
 
 
 def test_scheduled_runs_take_their_instances_from_the_rollout_pool():
