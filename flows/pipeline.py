@@ -77,9 +77,6 @@ def opened(
         again = begun_by_this_flow(RunFolder(config.folder))
         if not again:
             check_run_folder(config, resume)
-            if not resume:
-                given.tell(config, recipe)
-        if not again:
             check_address(config)
         config, _ = check_inputs(config, evaluates=evaluates and not pool_instances)
         if resume and not again:

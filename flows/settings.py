@@ -14,7 +14,6 @@ from prefect.runtime import deployment, flow_run
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveFloat, PositiveInt
 
 from engine.config import Config
-from engine.config.keys import flatten_keys
 from engine.config.recipe import load_config, override_keys, recipe_keys
 from engine.errors import BadInput
 from tasks.cluster.flow_run import name_flow_run
@@ -75,26 +74,6 @@ class Given:
     def all(self) -> list[str]:
         """Both; the last of a key counts."""
         return [*self.deploy, *self.run]
-
-    def tell(self, config: Config, recipe: str) -> None:
-        """Print where each value of the settings, and of each other key that was given, comes from. Only in a
-        deployment's flow run."""
-        if not deployment.id:
-            return
-        layers = (
-            (override_keys(self.run), "run"),
-            (override_keys(self.deploy), "deploy"),
-            (recipe_keys(recipe), "recipe"),
-        )
-        keys = dict.fromkeys([str(field.title) for field in Settings.model_fields.values()])
-        keys |= dict.fromkeys([*layers[0][0], *layers[1][0]])
-        values = flatten_keys(config.model_dump(mode="json"))
-        rows = {
-            key: f"{values.get(key)} ({next((name for layer, name in layers if key in layer), 'default')})"
-            for key in keys
-            if values.get(key) not in (None, "")
-        }
-        console.print_table("Settings", rows)
 
 
 def given_keys(settings: Settings, overrides: Sequence[str]) -> Given:
@@ -172,6 +151,4 @@ def configured(recipe: str, settings: Settings, overrides: Sequence[str]) -> Con
     """The configuration of a flow run; see `given_keys`. Raises BadInput."""
     with form_errors(settings, overrides):
         given = named_run(given_keys(settings, overrides), recipe, settings)
-        config = load_config(recipe, given.all)
-        given.tell(config, recipe)
-        return config
+        return load_config(recipe, given.all)

@@ -32,16 +32,6 @@ def test_what_the_form_shows_is_what_runs(monkeypatch, settings, rows, all_keys)
     assert given_keys(settings, rows).all == all_keys
 
 
-def test_a_run_says_where_its_settings_come_from(monkeypatch, capsys):
-    monkeypatch.setattr(flow_settings.deployment, "id", "some", raising=False)
-    given = Given(["train.steps=7", "evaluate.problems=8"], ["train.steps=9"])
-    recipe = "infra/recipes/quickstart.toml"
-    given.tell(load_config(recipe, given.all), recipe)
-    said = " ".join(capsys.readouterr().out.split())
-    for text in ("train.steps 9 (run)", "evaluate.problems 8 (deploy)", "rollout.group_size 8 (recipe)"):
-        assert text in said, said
-
-
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [

@@ -1,11 +1,13 @@
+from datetime import timedelta
 from uuid import UUID
 
 import pytest
+from prefect.events.schemas.automations import Posture
 from prefect.server.utilities.user_templates import render_user_template_sync
 
 from engine.errors import BadInput
 from tasks.cluster import alerts
-from tasks.cluster.flow_run import FOLDER
+from tasks.cluster.flow_run import CHAMPION, FINISHED, FOLDER
 
 SECRET = "https://hooks.example.com/services/T0/secret"
 
@@ -44,8 +46,9 @@ def test_each_message_has_the_reason_the_link_and_the_command():
     for automation in made:
         [action] = automation.actions
         assert action.subject.startswith("Metronome: {{ ")
+        assert action.block_document_id == UUID(int=1)
         what, link, command = action.body.splitlines()
-        assert what in ("{{ flow_run.state.message }}", "{{ event.payload.figures }}")
+        assert what.partition("|")[0] in ("{{ flow_run.state.message", "{{ event.payload.figures")
         assert link.startswith("http://ui/runs/flow-run/{{ ")
         given = {"id": 1, "labels": {FOLDER: "/shared/runs/night"}}
         payload = {"folder": "/shared/runs/night"}
@@ -57,12 +60,27 @@ def command_of(command, run, payload):
     return render_user_template_sync(command, {"flow_run": run, "event": {"payload": payload}})
 
 
-@pytest.mark.parametrize("kind", [kind for kind in alerts.FORMATS if kind != "json"])
-def test_the_text_of_an_error_calls_nobody_and_is_not_too_long_for_the_receiver(kind):
+def test_an_alert_tells_of_what_happens_or_of_what_does_not():
+    made = {one.name.partition(": ")[2]: one.trigger for one in alerts.build_alerts(UUID(int=1), "http://ui", 20)}
+    events = {name: next(iter(one.expect)) for name, one in made.items() if one.posture == Posture.Reactive}
+    assert events == {
+        "a run has failed": "prefect.flow-run.Failed",
+        "a run has finished": FINISHED,
+        "a new champion": CHAMPION,
+    }
+    waits = made["a run waits for a worker"]
+    assert (waits.posture, waits.within) == (Posture.Proactive, timedelta(minutes=20))
+    assert {"prefect.flow-run.Pending", "prefect.flow-run.Late"} < waits.after
+    crashed = made["a crashed run is not resumed"]
+    assert waits.after < crashed.expect
+    assert waits.for_each == crashed.for_each == {"prefect.resource.id"}
+
+
+def test_the_text_of_an_error_calls_nobody_and_is_not_too_long_for_the_receiver():
     text = '<!channel> & <at user_id="all"></at> <@all> ' + "x" * 5000
     state = {"name": text[:40], "state": {"message": text}, "id": 1, "labels": {FOLDER: f"/shared/{text[:40]}"}}
     payload = {"run": text[:40], "folder": f"/shared/{text[:40]}", "figures": text, "policy": text[:40], "flow_run": 1}
-    for automation in alerts.build_alerts(UUID(int=1), "http://ui", 20, kind):
+    for automation in alerts.build_alerts(UUID(int=1), "http://ui", 20):
         [action] = automation.actions
         given = {"flow_run": state, "event": {"payload": payload}}
         body, subject = (render_user_template_sync(part, given) for part in (action.body, action.subject))
