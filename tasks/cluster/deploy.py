@@ -19,7 +19,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
-from zoneinfo import ZoneInfo, ZoneInfoNotFoundError
 
 import httpx
 import yaml
@@ -61,44 +60,38 @@ class WorkPool(Table):
     host_mounts: dict[str, Literal["Directory", "File"]] | None = None
     """Paths of the node that a pod can read, and what they must be. None: unchanged."""
 
-    def over(self, other: WorkPool) -> WorkPool:
-        """The changes of `other`, followed by these."""
-        variables = other.variables | self.variables
-        if env := other.variables.get("env", {}) | self.variables.get("env", {}):
-            variables["env"] = env
-        mounts = other.host_mounts if self.host_mounts is None else self.host_mounts
-        return WorkPool(like=self.like or other.like, variables=variables, host_mounts=mounts)
 
-
-def read_pools(own: Path | None = None) -> dict[str, WorkPool]:
-    """The pools by name: those that ship, extended and changed by the user's own file. Raises BadInput."""
-    pools = _read(POOLS / "pools.toml")
+def read_pools(own: Path | None = None) -> dict[str, list[WorkPool]]:
+    """The entries of each pool by its name: those of the user's own file before those that ship. Raises BadInput."""
+    pools = {name: [pool] for name, pool in _read(POOLS / "pools.toml").items()}
     for name, pool in (_read(own) if own is not None else {}).items():
-        pools[name] = pool.over(pools[name]) if name in pools else pool
+        pools[name] = [pool, *pools.get(name, ())]
     return pools
 
 
-def read_template(name: str, pools: Mapping[str, WorkPool] | None = None) -> tuple[str, JsonObject]:
+def read_template(name: str, pools: Mapping[str, Sequence[WorkPool]] | None = None) -> tuple[str, JsonObject]:
     """(type, base job template) of a work pool. Raises BadInput for an unknown pool, and for values that do not fit."""
     pools = read_pools() if pools is None else pools
     if name not in pools:
         raise BadInput(f"no work pool {name}: expected one of {', '.join(sorted(pools))}")
-    pool = pools[name]
-    seen = [name]
-    while pool.like not in TEMPLATES:
-        if pool.like not in pools or pool.like in seen:
-            known = ", ".join([*TEMPLATES, *sorted(set(pools) - set(seen))])
-            raise BadInput(f"work pool {name}: like = {pool.like!r}: expected one of {known}")
-        seen.append(pool.like)
-        below = pools[pool.like]
-        pool = pool.over(below).model_copy(update={"like": below.like})
-    base: JsonObject = json.loads((POOLS / f"{pool.like}.json").read_text())
+    pool, *rest = pools[name]
+    others = {key: one for key, one in pools.items() if key != name} | ({name: rest} if rest else {})
+    like = pool.like or (name if rest else "")
+    if like in TEMPLATES:
+        kind: str = like
+        base: JsonObject = json.loads((POOLS / f"{like}.json").read_text())
+    elif like in others:
+        kind, base = read_template(like, others)
+    else:
+        raise BadInput(
+            f"work pool {name}: like = {pool.like!r}: expected one of {', '.join([*TEMPLATES, *sorted(others)])}"
+        )
     _set_defaults(name, base["variables"], pool.variables)
-    if pool.host_mounts:
-        if pool.like != "kubernetes":
+    if pool.host_mounts is not None:
+        if kind != "kubernetes":
             raise BadInput(f"work pool {name}: host_mounts: only pods on Kubernetes have mounts")
         _mount(base["job_configuration"]["job_manifest"]["spec"]["template"]["spec"], pool.host_mounts)
-    return pool.like, base
+    return kind, base
 
 
 def _read(file: Path) -> dict[str, WorkPool]:
@@ -123,11 +116,13 @@ def _set_defaults(name: str, schema: JsonObject, values: Mapping[str, Any]) -> N
 
 
 def _mount(pod: JsonObject, mounts: Mapping[str, str]) -> None:
-    """Give a pod read-only access to paths of its node."""
+    """Give a pod read-only access to paths of its node, in place of those of the pool that it is like."""
     [container] = pod["containers"]
-    for number, (path, kind) in enumerate(mounts.items()):
-        pod["volumes"].append({"name": f"host-{number}", "hostPath": {"path": path, "type": kind}})
-        container["volumeMounts"].append({"name": f"host-{number}", "mountPath": path, "readOnly": True})
+    names = {f"host-{number}": path for number, path in enumerate(mounts)}
+    for each in (pod["volumes"], container["volumeMounts"]):
+        each[:] = [one for one in each if not one["name"].startswith("host-")]
+    pod["volumes"] += [{"name": name, "hostPath": {"path": path, "type": mounts[path]}} for name, path in names.items()]
+    container["volumeMounts"] += [{"name": name, "mountPath": path, "readOnly": True} for name, path in names.items()]
 
 
 FILE = HOME / "infra/prefect.yaml"
@@ -276,7 +271,7 @@ def _worker_environment(choices: Choices, pool: str) -> dict[str, str]:
     """What flow runs of a deployment need of this shell: addresses, and no secrets, which Prefect would show in clear.
     The pool's own variables count before it. Pods do not see this machine's loopback."""
     own = read_pools(choices.pools)
-    known = own[pool].variables.get("env", {}) if pool in own else {}
+    known = read_template(pool, own)[1]["variables"]["properties"]["env"]["default"] if pool in own else {}
     env = {DEPLOY: choices.name} if choices.name else {}
     for key in ADDRESSES:
         value = os.environ.get(key, "")
@@ -292,18 +287,15 @@ def _check(choices: Choices) -> None:
     if choices.name and not re.fullmatch(NAME, choices.name):
         raise BadInput(f"--name {choices.name}: expected letters, digits, - and _, beginning with a letter or digit")
     try:
-        ZoneInfo(choices.timezone or UTC)
-    except (ZoneInfoNotFoundError, ValueError):
-        raise BadInput(
-            f"--timezone {choices.timezone}: no such time zone; expected a name such as Asia/Shanghai"
-        ) from None
-    try:
-        CronSchedule(cron=choices.training or NIGHTLY_TRAINING)
-    except ValidationError:
-        raise BadInput(
-            f'--training "{choices.training}": not a cron line; expected minute, hour, day, month and weekday, for '
-            f'example "{NIGHTLY_TRAINING}" for every day at 22:00'
-        ) from None
+        CronSchedule(cron=choices.training or NIGHTLY_TRAINING, timezone=choices.timezone or UTC)
+    except ValidationError as error:
+        wrong = f"--timezone {choices.timezone}: no such time zone; expected a name such as Asia/Shanghai"
+        if error.errors()[0]["loc"] == ("cron",):
+            wrong = (
+                f'--training "{choices.training}": not a cron line; expected minute, hour, day, month and weekday, '
+                f'for example "{NIGHTLY_TRAINING}" for every day at 22:00'
+            )
+        raise BadInput(wrong) from None
     _notify_format(choices)
     counts = {OPTIONS[limit]: slots for limit, slots in choices.limits.items()}
     for option, count in (*counts.items(), ("--on-rollout-pool", choices.on_rollout_pool)):

@@ -86,7 +86,7 @@ def test_the_list_for_a3_in_the_documentation_gives_all_sixteen_devices(tmp_path
         ("[cpu.variables]\nnpus = 4", "work pool cpu: no variable npus: expected one of name, env"),
         ("[cpu.variables.env]\nA = 4", r"work pool cpu: variable env\.A: 4 is not valid"),
         ('[cpu]\nlike = "docker"', "work pool cpu: like = 'docker': expected one of process, kubernetes, ascend"),
-        ('[a]\nlike = "cpu"\n[cpu]\nlike = "a"', "work pool cpu: like = 'cpu': expected one of"),
+        ('[cpu]\nlike = "a"\n[a]\nlike = "b"\n[b]\nlike = "a"', "work pool b: like = 'a': expected one of"),
         ("[cpu]\nenv = {}", r"list of work pools .*mine\.toml: cpu\.env: Extra inputs"),
         ('[cpu.host_mounts]\n"/etc/hccn.conf" = "File"', "work pool cpu: host_mounts: only pods on Kubernetes"),
         ('[cpu.host_mounts]\n"/etc/hccn.conf" = "Filer"', "cpu.host_mounts.*Input should be 'Directory' or 'File'"),
