@@ -1,7 +1,10 @@
 """The experts of each token on their way: an instance that returns them over HTTP, the check of its reply, the joining
 of a response that was cut, the column of the group, and what the trainer reads."""
 
+import dataclasses
+
 import aiohttp
+import msgspec
 import numpy as np
 import pytest
 import torch
@@ -10,7 +13,8 @@ from engine.model.shape import Experts
 from engine.orchestrator.pool.instance_client import BrokenReply, InstanceClient, SamplingSettings
 from engine.trainer.ranks.packing import Packing
 from engine.types import Prompt
-from engine.wire.routes import open_routes
+from engine.wire.columns import open_group
+from engine.wire.routes import open_routes, pack_routes
 from support.pool_world import PROMPTS, worlds
 from support.scripted import Scripted, tokens_of
 
@@ -103,3 +107,33 @@ async def test_wrong_routes_break_the_protocol_by_name(instance, change, said):
     scripted.route = change and (lambda tokens, version: change(route(tokens, version).copy()))
     with pytest.raises(BrokenReply, match=f"instance-3: .*breaks the protocol: {said}"):
         await client.complete(PROMPT, SAMPLING, 4)
+
+
+async def test_routes_are_only_asked_for_where_they_are_replayed(instance):
+    scripted, client = instance
+    response = await client.complete(PROMPT, dataclasses.replace(SAMPLING, experts=None), 4)
+    assert response.routes == b""
+    assert "routes" not in scripted.asked[0]
+
+
+async def test_a_response_without_a_token_has_no_routes(instance):
+    _, client = instance
+    whole = await client.complete(PROMPT, SAMPLING, 4)
+    empty = msgspec.structs.replace(whole, token_ids=b"", routes=b"")
+    values = open_group_values(pack_routes(3, [empty, whole], EXPERTS))
+    assert values.shape == (3 + whole.length, 3, 2)
+    assert (values[:-1] == np.frombuffer(whole.routes, np.uint8).reshape(-1, 3, 2)).all()
+    assert (open_routes(open_group_values(pack_routes(3, [empty], EXPERTS))) == -1).all()
+
+
+def open_group_values(column):
+    from engine.wire.columns import Row
+
+    return open_group(Row(step=0, index=0, tokens=0, lengths=(), trained=(), columns=(column,))).columns["routes"]
+
+
+def test_a_layer_of_many_experts_has_two_bytes_for_each():
+    many = dataclasses.replace(EXPERTS, count=512)
+    column = pack_routes(2, [], many)
+    assert open_group_values(column).dtype == np.uint16
+    assert (open_routes(open_group_values(column)) == -1).all()
