@@ -1,18 +1,10 @@
-"""The container files: what they copy and install, and the image of the CPU built for real on a clean Debian.
-
-The base images' registries need not be reached: debootstrap makes the base of Debian's packages. METRONOME_WHEELS names
-a folder with torch's wheel for the CPU, where PyTorch's index is not reached.
-"""
+"""The container files: what they copy and install, and the script that builds them. Nothing is built."""
 
 import os
 import re
-import shutil
 import subprocess
-import sys
 from fnmatch import fnmatch
 from pathlib import Path
-
-import pytest
 
 from support.runs import ROOT
 
@@ -106,101 +98,3 @@ def test_builds_take_arguments_from_the_environment_and_tell_user_digest_and_fil
         f"build --build-arg DEVICE=a3 --file {file} --tag metronome:ascend .",
         f"build --file infra/compose/minio.Containerfile --tag metronome-minio:{release} infra/compose",
     ]
-
-
-@pytest.fixture(scope="module")
-def debian(tmp_path_factory):
-    """The name of an image with a clean Debian and its Python; buildah has it."""
-    missing = [name for name in ("debootstrap", "buildah") if shutil.which(name) is None]
-    if not (3, 11, 3) <= sys.version_info < (3, 12):
-        pytest.skip("needs Python 3.11.3 or a later 3.11, as the image has")
-    if missing or os.geteuid() != 0:
-        pytest.skip(f"needs root, debootstrap and buildah, packages of Debian; missing: {missing}")
-    tree = tmp_path_factory.mktemp("debian") / "tree"
-    command = ["debootstrap", "--variant=minbase", "--include=ca-certificates,python3,python3-venv", "bookworm", tree]
-    subprocess.run(command, check=True, capture_output=True, timeout=1200)
-    add_python(tree)
-    return base_image(tree)
-
-
-def add_python(tree):
-    """Put this Python, without packages, before Debian's 3.11.2: the real base image has a later one too."""
-    own = Path(sys.base_prefix)
-    here = tree / "usr/local"
-    for name in ("lib/python3.11", "include/python3.11"):
-        left = shutil.ignore_patterns("site-packages", "test", "__pycache__")
-        shutil.copytree(own / name, here / name, ignore=left, dirs_exist_ok=True)
-    for file in [*own.glob("bin/python3*"), *own.glob("lib/libpython3*")]:
-        shutil.copy(file, here / file.parent.name, follow_symlinks=False)
-    subprocess.run(["chroot", tree, "ldconfig"], check=True, timeout=60)
-
-
-def base_image(tree):
-    """The tree as an image, with this machine's certificates, and wheels where METRONOME_WHEELS names a folder."""
-    shutil.copy("/etc/ssl/certs/ca-certificates.crt", tree / "etc/ssl/certs/ca-certificates.crt")
-    (tree / "etc/pip.conf").write_text("[global]\ncert = /etc/ssl/certs/ca-certificates.crt\ntimeout = 180\n")
-    if wheels := os.environ.get("METRONOME_WHEELS"):
-        (tree / "wheels/torch").mkdir(parents=True)
-        for file in Path(wheels).glob("torch-*.whl"):
-            shutil.copy(file, tree / "wheels/torch")
-        links = [f'<a href="{file.name}">{file.name}</a>' for file in (tree / "wheels/torch").glob("*.whl")]
-        (tree / "wheels/torch/index.html").write_text("<!DOCTYPE html><html><body>" + "<br>".join(links))
-    container = buildah("from", "scratch")
-    buildah("add", container, str(tree), "/")
-    buildah("commit", container, "localhost/metronome-base:12")
-    buildah("rm", container)
-    return "localhost/metronome-base:12"
-
-
-def buildah(*words):
-    done = subprocess.run(["buildah", *words], capture_output=True, text=True, timeout=1200)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
-
-
-RUNS = ("metronome --help", "prefect version", "python -c 'import psycopg2, boto3, flask_wtf, torch'", "pip check")
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(4000)
-def test_the_image_of_the_cpu_is_built_on_a_clean_debian(debian, tmp_path):
-    environment = {"BUILDER": "buildah", "BUILDAH_ISOLATION": "chroot", "IMAGE": debian, "LISTS": str(tmp_path)}
-    if os.environ.get("METRONOME_WHEELS"):
-        environment["TORCH_INDEX"] = "file:///wheels"
-    done = build("cpu", **environment)
-    assert done.returncode == 0, (done.stdout + done.stderr)[-4000:]
-    assert re.search(r"^metronome:cpu: user metronome, sha256:[0-9a-f]{64}, \d+ files in ", done.stdout, re.M)
-    files = set((tmp_path / "cpu.txt").read_text().splitlines())
-    assert "./opt/metronome/flows/main.py" in files
-    assert [name for name in files if Path(name).name == ".env" or name.startswith("./opt/metronome/.git/")] == []
-    container = buildah("from", "metronome:cpu")
-    try:
-        run = ("run", "--isolation", "chroot", container, "--", "sh", "-c")
-        assert buildah(*run, "id -u; id -g; pwd").split() == ["10001", "10001", "/opt/metronome"]
-        for command in RUNS:
-            buildah(*run, command)
-        assert buildah(*run, "touch /opt/metronome/runs/a && ! touch /etc/a 2>/dev/null && echo yes") == "yes"
-    finally:
-        buildah("rm", container)
-
-
-@pytest.mark.nightly
-@pytest.mark.timeout(4000)
-@pytest.mark.parametrize("name", ["cuda", "ascend"])
-def test_the_other_images_get_their_system_packages_and_their_user_on_a_clean_debian(debian, tmp_path, name):
-    """Their Python packages take gigabytes, and need CUDA's or CANN's base image."""
-    text = (ROOT / f"infra/containers/{name}.Containerfile").read_text()
-    before, _, _ = text.partition("USER metronome")
-    file = tmp_path / "Containerfile"
-    file.write_text(before + "USER metronome\nWORKDIR /opt/metronome\nCOPY --chown=metronome . .\n")
-    tag = f"metronome-{name}:packages"
-    context = ["--isolation", "chroot", "--build-arg", f"IMAGE={debian}", "--file", str(file), "--tag", tag, str(ROOT)]
-    buildah("build", *context)
-    container = buildah("from", tag)
-    try:
-        run = ("run", "--isolation", "chroot", container, "--", "sh", "-c")
-        programs = "git g++ make python3" + (" clang clang++ cmake" if name == "ascend" else "")
-        assert len(buildah(*run, f"for one in {programs}; do command -v $one; done").split()) == len(programs.split())
-        assert buildah(*run, "id -u; stat -c %U pyproject.toml").split() == ["10001", "metronome"]
-    finally:
-        buildah("rm", container)

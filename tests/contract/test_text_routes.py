@@ -84,15 +84,6 @@ def chat(client, **more):
     return client.chat.completions.create(messages=messages, **(ASKED | more))
 
 
-def test_the_root_says_what_this_is(url, folder):
-    status, about = ask(url, "GET", "/")
-    assert status == 200
-    assert "Metronome" in about["what"]
-    assert (about["model"], about["weight_version"], about["context"]) == (str(folder), 0, CONTEXT)
-    assert NAME in about["text"]
-    assert {"GET /health", "POST /v1/completions", "POST /v1/chat/completions"} <= set(about["routes"])
-
-
 def test_a_prompt_gets_the_text_of_the_training_routes_tokens(client, url, folder):
     tokenizer = Tokenizer(folder)
     ids = tokenizer.encode(PROMPT)

@@ -1,11 +1,9 @@
 """The service as programs outside use it: real instances, a real service process, faults of its clients."""
 
-import itertools
 import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from types import SimpleNamespace
 
@@ -20,9 +18,6 @@ from engine.run.folder import RunFolder
 from engine.types import Prompt
 from engine.wire.columns import pack_ids
 from engine.wire.messages import (
-    CONTENT_TYPE,
-    PROTOCOL,
-    PROTOCOL_HEADER,
     AbortSync,
     ConnectSync,
     Done,
@@ -136,50 +131,6 @@ def test_groups_of_a_consumer_that_is_killed_are_given_again_and_trained_once(ru
     assert lease.deliveries == 2
     client.acknowledge(lease)
     assert client.get_experience_data(step) is None
-
-
-@pytest.mark.slow
-def test_a_flood_of_requests_neither_stops_a_step_nor_fills_the_memory(running, client, step):
-    process = psutil.Process(client._child.pid)
-    before = process.memory_info().rss
-    statuses = set()
-    done = threading.Event()
-    bodies = [b"", b"\xc1" * 1000, b"\x91" * 50_000, b"x" * 700_000, b"x" * (3 * 2**20)]
-    routes = ["ask", "join", "leave", "no_route"]
-
-    def flood(number):
-        token = RIGHT if number % 4 else {}
-        protocol = {PROTOCOL_HEADER: str(PROTOCOL), "Content-Type": CONTENT_TYPE} if number % 3 else {}
-        with httpx.Client(headers=token | protocol, timeout=20) as http:
-            for turn in itertools.takewhile(lambda _: not done.is_set(), itertools.count()):
-                for route in routes:
-                    try:
-                        body = bodies[(number + turn) % len(bodies)]
-                        statuses.add(http.post(f"http://{running.address}/{route}", content=body).status_code)
-                    except httpx.TransportError:
-                        statuses.add("closed")
-
-    threads = [threading.Thread(target=flood, args=(number,)) for number in range(10)]
-    for thread in threads:
-        thread.start()
-    try:
-        wait_for(lambda: {400, 401, 413} <= statuses, "a refusal of each kind", 30)
-        began = time.monotonic()
-        client.put_prompts_data(step)
-        trained = consume(client, step)
-        took = time.monotonic() - began
-        grown = process.memory_info().rss - before
-    finally:
-        done.set()
-        for thread in threads:
-            thread.join()
-    assert sorted(trained) == [0, 1, 2]
-    assert statuses - {"closed"} <= {400, 401, 404, 408, 409, 413, 415}
-    assert took < 60
-    assert grown < 100 * 2**20
-    status = httpx.get(f"http://{running.address}/status", headers=RIGHT).json()
-    assert status["failure"] is None
-    assert status["held_bytes"] == 0
 
 
 def test_a_trainer_that_was_started_again_trains_its_step_from_the_first_group_on(running, client, step):

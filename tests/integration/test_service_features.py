@@ -13,7 +13,6 @@ from engine.run.files import read_lines
 from engine.trainer.loop import Loop
 from engine.trainer.rollouts import LiveRollouts
 from support.runs import ROOT, config_of
-from support.whole_runs import run, steps
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -55,26 +54,6 @@ def served(settings, trainer=HuggingFaceTrainer):
         report = lambda step, figures: rows.append({"step": step, **figures})  # noqa: E731
         Loop(service.config, trainer(service.config), LiveRollouts.of(service), report).run()
         return rows, service.config.folder
-
-
-def assert_as_our_own(settings, folder, key="reward_mean"):
-    run(settings | {"run.name": "own"}, folder)
-    rows, _ = served(settings | {"run.name": "outside"})
-    assert [row[key] for row in rows] == pytest.approx([row[key] for row in steps(folder, "own")], rel=1e-4)
-    return rows
-
-
-@pytest.mark.nightly
-def test_dynamic_sampling_chooses_the_groups_of_a_run(seeded, tmp_path):
-    rows = assert_as_our_own(seeded | {"algorithm.dynamic_sampling": True}, tmp_path)
-    assert [row["groups"] for row in rows] == [list(range(6))] * 2
-
-
-@pytest.mark.nightly
-def test_staged_weights_are_swapped_in_behind_a_trainer_that_goes_on(seeded, tmp_path):
-    off = {"train.mode": "one_step_off", "weights.staged": True, "train.steps": 3}
-    rows = assert_as_our_own(seeded | off, tmp_path)
-    assert [row["versions_seen"] for row in rows] == [[0], [0], [1]]
 
 
 def test_evaluations_run_in_the_drain(seeded):
