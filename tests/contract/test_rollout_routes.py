@@ -1,6 +1,5 @@
 """The HTTP routes of a rollout instance, against one real server process of each engine."""
 
-import asyncio
 import json
 import os
 import signal
@@ -158,17 +157,6 @@ async def test_a_completion_has_its_numbers_as_bytes_for_a_client_that_accepts_t
     assert open_ids(check_reply(found, asked, 0, "instance").token_ids) == plain["choices"][0]["token_ids"]
     async with http.post("/v1/completions", json=body | {"prompt": []}, headers={"Accept": COLUMNS_TYPE}) as reply:
         assert (reply.status, (await reply.json())["error"]["type"]) == (400, "BadRequestError")
-
-
-@pytest.mark.parametrize("engine", ["embedded"], indirect=True)
-async def test_a_group_shares_its_prefill(http):  # vLLM caches whole blocks of 32 tokens only
-    before = (await get(http, "/load"))[1]["prefills"]
-    replies = await asyncio.gather(*(complete(http, prompt=[2, 3, 4, 6], seed=seed) for seed in range(8)))
-    assert len({tuple(reply["choices"][0]["token_ids"]) for reply in replies}) > 1
-    assert (await get(http, "/load"))[1]["prefills"] == before + 1
-    assert (await post(http, "/reset_prefix_cache"))[0] == 200
-    await complete(http, prompt=[2, 3, 4, 6])
-    assert (await get(http, "/load"))[1]["prefills"] == before + 2
 
 
 def running(address):

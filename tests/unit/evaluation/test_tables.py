@@ -286,11 +286,6 @@ def test_every_token_of_an_evaluation_is_of_its_version(versions):
         check_versions([replace(whole, responses=(of_3, other))], 3)
 
 
-def test_a_program_has_no_majority_since_it_may_score_by_itself(recorded):
-    assert "maj_at_k" in recorded(0)[0]
-    assert not {"maj_at_k", "maj_at_k_bootstrap"} & recorded(1, rollout={"program": "my.package:program"})[0].keys()
-
-
 def test_an_excluded_response_has_no_vote(recorded):
     """The group's responses all have one text, so that the excluded ones would win."""
     row, folder = recorded(0, scores=(Score(1.0), EXCLUDED, EXCLUDED))
