@@ -12,14 +12,14 @@ _TAIL = 1_000
 """Number of characters at the end of a response in which a last expression is searched."""
 _REACH = 300
 """Largest number of characters of a statement."""
-_SHORT = 100
-"""Largest number of characters of a tag that is one statement."""
 _PHRASES = 20
 """Number of phrases, from the last one, of which one may state an answer."""
 
 _TAG = re.compile(r"(?is)<answer>(.*?)(?:</answer>|\Z)")
 _BRACES = re.compile(r"(?s)\\(?:[bB]oxed|f(?:rame)?box)\s*\{|\\.|[{}]")
-_EMPHASIS = re.compile(r"(?<![\w)*])\*\*|\*\*(?![\w(*])|(?<!\w)__|__(?!\w)|`|</?(?:b|i|u|em|strong|p|span|think)>")
+_EMPHASIS = re.compile(
+    r"(?<![\w)*])\*\*|\*\*(?![\w(*])|(?<!\w)__|__(?!\w)|`|</?(?:b|i|u|em|strong|p|span|think|s)>|<\|\w{1,20}\|>"
+)
 _BLANK = r"(?:\s|\$|\\[()\[\],;!]|\\q?quad)*+"
 _NAMED = re.compile(rf"(?:[a-zA-Z](?:_\{{?\w\}}?)?\s*=)?{_BLANK}$")
 _WORD = r"(?:\\text\{\s*)?(?:and|or|和|或)(?:\s*\})?"
@@ -35,23 +35,22 @@ _VALUE = (
     r"|[a-zA-Z](?:_\w|\(\w\))?\s?[=<>≤≥^+*/-]|[a-zA-Z](?![\w.'’])(?!\s(?!and\b|or\b)[a-z]{2})|[A-Z]{2,5}\b)"
 )
 _FILLER = (
-    r"(?:[\s:：=“”\"*#>]|(?i:therefore|thus|then|so|hence|simply|just|exactly|only|approximately|about|clearly|definitely"
+    r"(?:[\s:：=“”\"*]|(?i:therefore|thus|then|so|hence|simply|just|exactly|only|approximately|about|clearly|definitely"
     r"|still|equal\sto|equals|given\sby|as\sfollows|(?:option|choice)(?=\s*\(?[A-Z]\b)|(?:(?:the|an?)\s)?(?:ordered\s)?"
     r"(?:(?:value|total)\sof|set|interval|point|pair|triple|matrix|vector|function|integer|number)(?=\s*[-$\\(\[{\d])"
-    r"|not\s[^.;\n]{1,80}?\bbut\b(?:\srather)?|不是[^，,。\n]{1,20}[，,]\s*而?是)(?![a-zA-Z]),?|因此|所以|故|选项(?=[A-Z]))*+"
+    r"|not\s[^.;\n]{1,80}?\bbut\b(?:\srather)?)(?![a-zA-Z]),?|不是[^，,。\n]{1,20}[，,]\s*而?是|因此|所以|故|选项(?=[A-Z]))*+"
 )
 _SIGNS = re.compile(r"(?<!\\)(?:\$|\\[()\[\]])")
 _BEGINS = re.compile(_VALUE)
 _FILLED = re.compile(_FILLER)
-_PROSE = re.compile(
-    rf"(?s){_FORMULA}|\\[a-zA-Z]+|\b(?P<word>(?!(?:and|or|sqrt|pi)\b)[^\W\d_]{{2,}})|(?P<colon>[:：](?!\d))"
-)
+_PROSE = re.compile(rf"(?s){_FORMULA}|\\[a-zA-Z]+|(?P<word>\b(?!(?:and|or|sqrt|pi)\b)[^\W\d_]{{2,}}|[:：](?!\d))")
 _TOKEN = re.compile(
-    rf"""(?xs){_FORMULA}|(?P<money>(?<!\\)\$)|(?P<end>\n|\.(?!\d)(?!\w\.)|[?;。；？]|[!！](?=\s*(?:$|[A-Z一-鿿\n]))
-    |[,，]\s*(?!(?:(?:and|or)\s+)?{_VALUE}|\s|[和或])|\s\((?=\s*[^\W\d_]{{2}})|\s[—–-]+\s(?=[^\W\d_]{{2}})|(?<=[A-Z])选?项
-    |[,，\s]*(?:\b(?:(?:and|but)\s+)?not\b|而?不是|而非|因为|所以|\b(?:because|since|so|but|whereas|which|rather\s+than
+    rf"""(?xs){_FORMULA}|(?P<money>(?<!\\)\$)|(?P<end>\n|\.(?!\d)(?!\w\.)|[?;。；？✓✔✅■□]|[!！](?=\s*(?:$|[A-Z一-鿿\n]))
+    |[,，]\s*(?!(?:(?:and|or)\s+)?{_VALUE}|\s|[和或])|\s\((?=not\b|see\b|since|because|i\.e|wrong|or\s[\d.$])|\s[—–-]+\s(?=[^\W\d_]{{2}})|(?<=[A-Z])(?:选?项|:(?=\s))
+    |[,，\s]*(?:\b(?:(?:and|but)\s+)?not\b|而?不是|而非|因为|所以|\b(?:because|since|(?<!or\s)so|but|whereas|which|rather\s+than
     |instead\s+of|altogether|every|each|an?\s(?:day|week|month|year|hour)|in\s(?:total|all)|at\sthe(?!\s(?:most|least))
-    |for\s(?:both|each|all)|of\s(?:them|these|those)|left(?=\s*[.,;\n]|\s*$))\b))|\\?."""
+    |for\s(?:both|each|all)|of\s(?:them|these|those)|as\s(?:the|our|my|required)|(?:left|remaining)(?=\s*[.,;\n]|\s*$)
+    |(?<=[a-z]\s)(?:that|who|in|on|from|with|at|for|to)(?=\s[a-z]{{2}}))\b))|\\?."""
 )
 _LEAD = re.compile(
     rf"""(?x)[^\d$\\.?!;\n]*?(?:\b(?:is|are|was|were|that|has|have|had|makes?|made|costs?|needs?|gets?|got|pays?|paid|earns?
@@ -64,26 +63,27 @@ _SAYS = re.compile(
     |[^\S\n]{{0,9}}\n(?=\s{{0,9}}[-\d$\\(\[A-Z]))|\b(?:pick|choose|select)\s(?=(?:option\s|choice\s)?\(?(?-i:[A-H]\b))
     |答案】?\s?(?:[应该当就便只能]*(?:[是为选]|[:：=])+|(?=[\s\d$\\(\[（A-Z]|不是))|正确(?:选项|的)?[是为:：]|应该?[是为]
     |[故应]选[择:：]?|选择?\s?(?:[:：]|(?=[A-D]{{1,4}}(?![a-zA-Z])))|^\s{{0,9}}[A答]\s?[:：](?!=)
-    |(?:^\s{{0,9}}\#{{4}}|\b(?:correction|actually|no|wait)\b\s?[,:.!]?\s{{0,9}}(?:(?:it|that)(?:\sis|'s|\sshould\sbe)
-    |(?<=[,:]\s)))\s{{0,9}}(?=(?-i:{_VALUE}))"""
+    |(?:^\s{{0,9}}\#{{4}}|\b(?:correction|no|wait)[,:.!]\s(?:(?:it|that)(?:\sis|'s)\s)?|\bactually,?\s(?:it(?:\sis|'s)\s)?
+    |\b(?:it|that)\sshould\sbe\s)\s{{0,9}}(?=(?-i:{_VALUE}))"""
 )
 _SAID = re.compile(
-    r"""(?ix)(?:,?\s{0,9}\b(?:which|that|and\s(?:this|that)))?\s{0,9}(?:\b(?:is|are)\b|[就即便]?不?[是为])\s{0,9}
+    r"""(?ix)(?:,?\s{0,9}\b(?:and\s)?(?:which|that|this|it))?\s{0,9}(?:\b(?:is|are)\b|[就即便]?不?[是为])\s{0,9}
     (?:\w{1,20}\s{1,9}){0,3}?(?:(?:最终|正确|所求|本题)的?)?(?:answers?\b|答案)(?!\s{0,9}(?:[:：=]|is\b|are\b|[是为]))
-    |(?<=\b(?-i:[A-H]))\)?\sis\s(?:the\s)?(?:correct|right)\b(?:\s(?:one|option|choice))?"""
+    |(?:(?<=\b(?-i:[A-H]))|(?<=\b(?-i:[A-H])\)))\sis\s(?:the\s)?(?:correct|right)\b(?:\s(?:one|option|choice))?"""
 )
 _SENTENCE = re.compile(r"\n|[.!](?=\s)|[?;。；？！]")
 _CLAUSE = re.compile(rf"(?i){_SENTENCE.pattern}|[,:，：]|\b(?:so|thus|hence|therefore|then|because|since)\b")
 # What makes a statement none: before it in its clause, behind it; and what makes a last expression none.
 _DOUBT = re.compile(
     r"""(?ix)\b(?:not|cannot|never|nobody|neither|if|unless|suppos\w+|assum\w+|would|could|might|may|whether|false|wrong
-    |incorrect|doubt|maybe|perhaps|possib\w+|guess\w*|is\sno|(?:first|initial|previous|tempting)\s(?:\w+\s)?answer)\b|n't\b
-    |不|假设|如果|若|(?:\b(?:least|most|than|between|over|under|above|below|up\sto|half|twice|negative|minus|(?<!total\s)of|by
+    |incorrect|doubt|claim\w*|says|said|maybe|perhaps|possib\w+|guess\w*|i?s\sno|reject\w*|exclud\w*|discard\w*|(?:first|initial|previous|tempting)\s(?:\w+\s)?answer)\b|n't\b
+    |不|假设|如果|若|可能|也许|吗|(?:\b(?:least|most|than|between|over|under|above|below|up\sto|half|twice|negative|minus|(?<!total\s)of|by
     |from|to|nor|except|but|without|base|modulo)|[大小多少]于)\s*$"""
 )
 _REFUTED = re.compile(
-    r"""(?ix)[^\w?？]*[?？]|[\s,.)]*(?:but\s|and\s)?(?:(?:which|that|this|it)(?:'s|\s(?:is|was|seems))\s(?:wrong|incorrect
-    |false|impossible|not\s(?:right|correct|true|the))|(?:which|that|this|it)\s(?:isn't|cannot)|I\s(?:disagree|doubt))\b"""
+    r"""(?ix)[^\w?？]*[?？吗]|[\W]*(?:but\s|and\s)?(?:(?:wait|hmm|actually|oops|sorry)\b|no[,.:!]|(?:(?:which|that|this|it)
+    (?:'s|\s(?:is|was|seems))\s)?(?:wrong|incorrect|false|impossible|not\s(?:right|correct|true))\b|I\s(?:disagree|doubt)
+    |(?:which|that|this|it)\s(?:isn't|cannot))"""
 )
 _REFUSED = re.compile(r"(?i)(?:cannot|n't|\bnot|unable\sto)\s(?:\w+\s){0,2}(?:answer|solve|determine|know|sure|help)\b")
 
@@ -91,13 +91,11 @@ _REFUSED = re.compile(r"(?i)(?:cannot|n't|\bnot|unable\sto)\s(?:\w+\s){0,2}(?:an
 def stated_answers(text: str) -> list[str]:
     r"""The answers that a response states, the most explicit first. Rewards and votes take the first one.
 
-    1. The last `\boxed{…}`. Boxes that only a comma, "and" or "or" separates are one list.
-    2. The last `<answer>…</answer>`; the end tag may be missing.
-    3. The last statement: "the answer is …", "Answer: …", "… is the answer", 答案是…, 故选…, …是答案, or a line
-       `#### …`. It is taken whole, up to what denies or explains it ("18, not 17" states 18). What is denied, asked or
-       supposed states nothing.
-    4. The last expression: the list or equation with which a sentence ends, else what math-verify reads there, with the
-       words behind it.
+    1. The last `\boxed{…}`, or the list of boxes that ends there.
+    2. The last `<answer>…</answer>`; the end tag may be missing. One sentence is a statement, more are read as 3 and 4.
+    3. The last statement ("the answer is …", "Answer: …", "… is the answer", 答案是…, 故选…, …是答案, `#### …`), up to
+       what denies or explains it: "18, not 17" states 18. What is denied, asked or supposed states nothing.
+    4. The last expression: the list or equation that ends a sentence, else what math-verify reads there, to the end.
 
     What is before `</think>` counts only if nothing follows. In a thought that is cut off, only boxes and tags count. A
     response that ends inside its only box states nothing.
@@ -108,8 +106,9 @@ def stated_answers(text: str) -> list[str]:
     if boxed is None and re.search(r"\\boxed\s*\{", text):
         return []
     plain = _EMPHASIS.sub("", text)
-    found = [boxed, *(_stated(tag, whole=len(tag) <= _SHORT) or tag for tag in _TAG.findall(plain)[-1:])]
-    found.append(_stated(plain) if closed or "<think>" not in text else None)
+    found = [boxed, _stated(plain) if closed or "<think>" not in text else None]
+    for tag in _TAG.findall(plain)[-1:]:
+        found.insert(1, (_stated(tag) if _SENTENCE.search(tag.strip()) else _statement(tag, 0)[0]) or tag)
     return list(dict.fromkeys(each.strip() for each in found if each is not None))
 
 
@@ -121,8 +120,8 @@ def boxed_answer(text: str) -> str | None:
         return boxes[0][2] if boxes else None
     named = _NAMED.search(text, max(0, boxes[0][0] - _REACH), boxes[0][0])
     stops = [named.start(), *(stop for _, stop, _ in boxes)]  # type: ignore[union-attr]
-    joined = (text[stop:start] + content for stop, (start, _, content) in zip(stops, boxes, strict=False))
-    return _SIGNS.sub("", "".join(joined)).strip()
+    joined = "".join(text[stop:start] + content for stop, (start, _, content) in zip(stops, boxes, strict=False))
+    return _SIGNS.sub("", joined).strip()
 
 
 def listed_boxes(text: str) -> list[str]:
@@ -147,7 +146,7 @@ def _listed(text: str) -> list[tuple[int, int, str]]:
     return found[max(first, 0) :]
 
 
-def _stated(text: str, whole: bool = False) -> str | None:
+def _stated(text: str) -> str | None:
     """What a text states by a phrase, else in its last sentence with a value. A value goes before words."""
     words = None
     rest = text
@@ -167,9 +166,6 @@ def _stated(text: str, whole: bool = False) -> str | None:
             return value
         elif value and len(value.split()) < 4:
             words = words or value
-    if words is None and whole:
-        value, stop = _statement(text, 0)
-        return None if re.search(r"\d", text[stop:]) else value
     return words or _last_expression(rest)
 
 
@@ -186,11 +182,9 @@ def _clause(text: str, start: int, end: int = _REACH) -> tuple[str, int]:
     found = ""
     depth = 0
     for token in _TOKEN.finditer(text, start, end):
-        if token["end"] and not depth:
-            break
-        if len(token[0]) <= 2:
-            depth += (token[0][-1] in "([{（") - (token[0][-1] in ")]}）")
-        if depth < 0:
+        sign = " " if token["end"] or len(token[0]) > 2 else token[0][-1]
+        depth += (sign in "([{（") - (sign in ")]}）")
+        if depth < 0 or (token["end"] and not depth and (found or not token["end"].strip().isalpha())):
             break
         start = token.end()
         found += "\\$" if token["money"] else token[0]

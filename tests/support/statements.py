@@ -3,7 +3,13 @@
 _RIGHT = {
     "1234": ["### Final Answer\n\nThe company made **$1,234.00** in total."],
     "72": ["The answer is: Natalia sold 72 clips altogether in April and May."],
-    "6": ["The answer is 5? No, it is 6.", "The answer is 5. Actually, it is 6.", "Final answer: 5\n\nCorrection: 6"],
+    "6": ["The answer is 5? No, it is 6.", "The answer is 5. Actually, it is 6.", "Final answer: 5\n\nCorrection: 6"]
+    + [
+        "The answer is 5\n\nWait, I made a mistake. It should be 6.",
+        "There are 6 ways to do it.",
+        "Answer: 6<|im_end|>",
+    ]
+    + ["So x = 6. This is the answer.", "The textbook says the answer is 5, but it's actually 6.", "(x = 6) ✓"],
     "12": [
         "<think>5+7=12</think>\n<answer>12</answer>",
         "<answer>x = 12</answer>",
@@ -86,7 +92,20 @@ _CHANGED = (
 _WRONG = {
     "17": ["The answer is 18, not 17.", "18, not 17, is the answer.", "Answer: 18. (Checking: an answer of 17 fails.)"]
     + ["A tempting but incorrect answer is 17. So we get 18.", "My first answer was 17. That was wrong. It is 18."],
-    "7": [f"The answer is {words}." for words in _CHANGED.split(", ")] + ["The answer is 7 or 8, I am not sure."],
+    "7": [f"The answer is {words}." for words in _CHANGED.split(", ")]
+    + ["The answer is 7 or 8, I am not sure."]
+    + [
+        "The answer is 7\n\nWait, I made a mistake. It should be 8.",
+        "The answer is 7 (wrong!).",
+        "There's no way the answer is 7.",
+    ]
+    + [
+        "The student claims the answer is 7.",
+        "The answer is 7 (mod 9).",
+        "The answer is > 7.",
+        "We reject x = 7.",
+        "答案可能是7。",
+    ],
     "4": ["The answer is 5. I first got 4.", "答案是3，不是4"],
     "3": ["Answer: 8. Check: 8 - 5 = 3", "The solutions are 2 and 3."],
     "12": [
