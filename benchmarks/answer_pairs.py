@@ -47,10 +47,10 @@ def cases() -> Iterator[tuple[str, str, str, int]]:
     """Table, gold answer, response and right verdict, both ways round for pairs."""
     sys.path.insert(0, str(HOME / "tests"))
     from support.other_answers import DIFFERENT, NOT_LISTED
-    from support.same_answers import LISTED, SAME
+    from support.same_answers import LISTED, NOT_READ, SAME
     from support.statements import NOT_STATED, STATED
 
-    for verdict, tables in ((1, SAME), (0, DIFFERENT)):
+    for verdict, tables in ((1, {**SAME, "not read": NOT_READ}), (0, DIFFERENT)):
         for pairs in tables.values():
             for one, other in pairs:
                 yield "pairs", one, f"\\boxed{{{other}}}", verdict

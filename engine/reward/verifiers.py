@@ -8,10 +8,9 @@ from typing import Any
 
 from engine.reward.extraction import boxed_answer, listed_boxes, stated_answers
 from engine.reward.math.answers import tidy_answer
-from engine.reward.math.canonical import canonical_latex
+from engine.reward.math.canonical import canonical_latex, is_list, split_parts
 from engine.reward.math.equality import same_answer
-from engine.reward.math.formulas import LONGEST, is_heavy, verify_response
-from engine.reward.math.structure import is_list, split_parts
+from engine.reward.math.formulas import LONGEST, verify_response
 from engine.types import Prompt, Response, Score
 
 _DETAIL = 200
@@ -62,9 +61,7 @@ def math_verify(prompt: Prompt, response: Response) -> Score:
 
 
 def _states(found: str, gold: str) -> bool:
-    """Whether a response's answer is the gold one. A response must not be able to cause a long evaluation."""
-    if is_heavy(found) and not is_heavy(gold):
-        return False
+    """Whether a response's answer is the gold one."""
     return same_answer(gold, found) or (
         "=" not in gold and (value := _value(found)) is not None and same_answer(gold, value)
     )
@@ -77,6 +74,7 @@ def _value(found: str) -> str | None:
     if (
         not sides
         or is_list(found)
+        or re.search(r"[<>,]|\\(?:[lgn]e|to|in|not|equiv)(?![a-z])", first)
         or not (len(set(filter(str.isalpha, _WORDS.sub("", first)))) > 1 or _APPLIED.search(first))
     ):
         return None

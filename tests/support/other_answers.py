@@ -1,5 +1,28 @@
 """Pairs of answers that differ, by kind. Nothing here knows how the verifier works."""
 
+OTHER_UNITS = [
+    ("kW", "W"),
+    ("MW", "kW"),
+    ("N", "J"),
+    ("nm", "km"),
+    ("centuries", "years"),
+    ("decades", "years"),
+    ("nickels", "cents"),
+    ("dimes", "cents"),
+    ("pints", "gallons"),
+    ("quarts", "gallons"),
+    ("acres", "cm"),
+    ("degrees", "radians"),
+    ("RMB", "USD"),
+    ("km east", "km west"),
+    ("gain", "loss"),
+]
+SAYING = [
+    *("sixths", "eighths", "quarters", "thirds", "tenths", "lakh", "crore", "gross", "score", "ppm", "bn", "per mille"),
+    *("reciprocal", "inverse", "halved", "doubled", "factorials", "wrong", "false", "excluded", "fails", "red 8 blue"),
+]
+"""Words after a number that do not only name what is counted."""
+
 DIFFERENT = {
     "small and large numbers": [
         (r"\frac{1}{2^{99}}", r"\frac{1}{2^{98}}"),
@@ -59,6 +82,9 @@ DIFFERENT = {
         ("7 or 8", "7"),
         (r"\text{1.5}", r"\text{15}"),
         (r"5\text{ km/h}", r"5\text{ km}"),
+        *((rf"5\text{{ {one}}}", rf"5\text{{ {other}}}") for one, other in OTHER_UNITS),
+        *(("7", rf"7\text{{ {word}}}") for word in SAYING),
+        *(("7", f"7 {word}") for word in SAYING if len(word) > 3),
     ],
     "sequences and ratios": [
         (r"1:2:3:\ldots", r"1:4:9:\ldots"),
@@ -114,6 +140,10 @@ DIFFERENT = {
         (r"\{x\mid x<-1 \text{ or } x>2\}", r"\{x\mid x<-1, x>2\}"),
         (r"\{(x,y)\mid x+y=1\}", r"\{(x,y)\mid x+y=2\}"),
         (r"\{x: 1<x<2, x\ne 1.5\}", r"\{x: 1<x<2\}"),
+        (r"\emptyset", r"\{\emptyset\}"),
+        (r"(0,\pi)\cup(\pi,2\pi)", r"(0,2\pi)"),
+        (r"[0,2]\cap[1,3]", "[0,3]"),
+        (r"\{x\mid x=2(k+1),k\in\mathbb{Z}\}", r"\{x\mid x=2k+1,k\in\mathbb{Z}\}"),
     ],
     "unicode": [
         ("½", r"\frac13"),
@@ -226,6 +256,24 @@ DIFFERENT = {
         (r"2\cos 20^\circ", r"2\cos 20"),
         (r"\sin x^\circ", r"\sin x"),
         (r"\sin30^\circ", r"\cos 30^\circ"),
+        ("|x-20|", "20-x"),
+        (r"\sqrt{x^2-40x+400}", "20-x"),
+        ("f(x)=|x+15|", "x+15"),
+        ("|x+y+40|", "x+y+40"),
+        ("|x+15|+|x-20|", "35"),
+        (r"\frac{|x+30|}{x+30}", "1"),
+        (r"\max(x,-50)", "x"),
+        (r"\lfloor x^2/1000\rfloor", "0"),
+        (r"\lfloor x/50\rfloor^2", r"-\lfloor x/50\rfloor"),
+        ("x+10^{-200}", "x"),
+        (r"x\cdot(1+10^{-160})", "x"),
+        ("X", "x"),
+        ("2X", "2x"),
+        ("AB", "BA"),
+        (r"\infty-\infty", r"\frac{0}{0}"),
+        (r"\frac50", r"\frac70"),
+        ("0", r"\infty-\infty"),
+        ("7", "[7]"),
     ],
     "equations and relations": [
         ("x>1 或 x<3", "(1,3)"),
@@ -259,6 +307,18 @@ DIFFERENT = {
         (r"x\in(1,3)", "1<y<3"),
         ("2x+1", "x^2=2x+1"),
         ("x<y", "y<x"),
+        (r"y=\sqrt{(x-20)^2}", "y=20-x"),
+        ("|x-20|<5", "20-x<5"),
+        (r"|x-20|\le 5", r"x\ge 15"),
+        ("x(x+30)>0", "x|x+30|>0"),
+        (r"(\sqrt{x})^2<3", "x<3"),
+        (r"\frac{x^2-x}{x-1}=3", "x^2-4x+3=0"),
+        ("x>1, x<3", r"x>1\text{ or }x<3"),
+        ("7", r"\not= 7"),
+        ("7", r"x\equiv 7"),
+        ("7", "m+n>8=7"),
+        ("7", r"m+n\to 8=7"),
+        ("7", r"x=7\text{ false}"),
     ],
     "options": [
         ("A", r"\textbf{(B)}\ 12"),
@@ -275,6 +335,8 @@ DIFFERENT = {
         ("D", "D. 3, E. 4"),
         ("(A)", "(A,B)"),
         ("12", r"\textbf{(12)}\ 13"),
+        ("A", r"\text{(A)}\ 12\text{ or (B)}\ 13"),
+        ("A", r"(A)\text{ is wrong}"),
     ],
     "named values": [
         ("x=1,y=2", "2,1"),
@@ -307,6 +369,8 @@ DIFFERENT = {
         (r"x\ne1", r"\mathbb{R}\setminus\{1,2\}"),
         ("f'(x)=2x", "2"),
         (r"\text{no solution}", "0"),
+        ("x=1,y=2 or x=2,y=1", "x=1,y=1 or x=2,y=2"),
+        ("(y,x)=(1,2)", "(1,2)"),
     ],
     "layout": [
         ("5", "5 or more"),

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 
+from engine.reward.math.canonical import is_closed, strip_delimiters
+
 LONGEST = 300
 """Largest number of characters in an answer that a rule can check; the longest in MATH has 159."""
 _WORDS = 12
@@ -13,7 +15,6 @@ _WHOLE = re.compile(r"([+-]?\d+)\.0+")
 _WORD = re.compile(r"(?<![\\a-zA-Z])[a-zA-Z]{3,}")
 _FORMULA = re.compile(r"\\[a-zA-Z]+|\$[^$]*\$")
 _PICTURE = re.compile(r"!\[|\[asy\]|\\includegraphics|https?://|\\begin\{(?:tikzpicture|asy)\}")
-_DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 
 
 def tidy_answer(answer: str) -> str:
@@ -33,27 +34,7 @@ def why_ungradable(answer: str) -> str:
         return "answer is prose"
     if not any(character.isalnum() or character in "∅∞" for character in answer):
         return "answer has neither letter nor digit"
-    return "" if has_balanced_braces(answer) else "answer has unbalanced braces"
-
-
-def has_balanced_braces(latex: str) -> bool:
-    r"""Whether every `{` has a matching `}`; escaped braces do not count."""
-    depth = 0
-    for token in re.findall(r"\\.|[{}]", latex, re.DOTALL):
-        depth += {"{": 1, "}": -1}.get(token, 0)
-        if depth < 0:
-            return False
-    return depth == 0
-
-
-def strip_delimiters(latex: str) -> str:
-    """The text without surrounding blanks and without one pair of formula delimiters."""
-    bare = latex.strip()
-    for left, right in _DELIMITERS:
-        if bare.startswith(left) and bare.endswith(right) and len(bare) > len(left) + len(right):
-            inner = bare[len(left) : -len(right)]
-            return bare if left in inner.replace("\\$", "") or inner.endswith("\\") else inner.strip()
-    return bare
+    return "" if is_closed(re.sub(r"\\.", "", answer), "[{}]") else "answer has unbalanced braces"
 
 
 def _unlisted(answer: str) -> str:

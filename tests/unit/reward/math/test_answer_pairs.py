@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from engine.reward.math.equality import same_answer
 from support.other_answers import DIFFERENT, NOT_LISTED
-from support.same_answers import LISTED, SAME
+from support.same_answers import LISTED, NOT_READ, SAME
 from support.spellings import SPELLINGS, bare
 from support.verdicts import score
 
@@ -42,6 +42,10 @@ def test_other_answers_are_equal_in_neither_order_and_are_not_rewarded(kind):
     assert {pair: verdict for pair, verdict in verdicts.items() if verdict != (False, False, 0)} == {}
 
 
+def test_spellings_that_few_answers_have_are_refused_in_both_orders():
+    assert [pair for pair in NOT_READ if same_answer(*pair) or same_answer(*pair[::-1])] == []
+
+
 @pytest.mark.parametrize("kind", CORPUS)
 def test_equality_is_symmetric_and_reflexive(kind):
     """200 pairs of each kind."""
@@ -62,7 +66,7 @@ TURNED = {"<": ">", r"\le ": r"\ge "}
 RATIONALS = st.fractions(max_denominator=10**30).filter(bool)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(RATIONALS, RATIONALS, st.integers(1, 400))
 def test_fractions_and_powers_are_equal_only_if_their_values_are(one, other, power):
     spelled = [rf"\frac{{{value.numerator}}}{{{value.denominator}}}" for value in (one, other)]
@@ -115,17 +119,18 @@ def interval_of(low, high, left, right):
     return f"{left[1]}{low},{high}{')' if right[1] == '(' else ']'}"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(INTERVALS, INTERVALS, st.sampled_from(["且", r"\text{ and }"]), st.data())
 def test_two_relations_joined_by_and_are_an_interval_only_if_it_is_theirs(stated, others, word, data):
     low, high, left, right = stated
     pair = [data.draw(st.sampled_from([f"x{TURNED[left[0]]}{low}", f"{low}{left[0]}x"])), f"x{right[0]}{high}"]
     joined = word.join(data.draw(st.permutations(pair)))
+    is_set = low < high or (low == high and left[1] == right[1] == "[")
     interval = interval_of(*stated)
     another = interval_of(*others)
-    assert same_answer(joined, interval) is same_answer(interval, joined) is (low < high)
-    assert same_answer(joined, f"{low}{left[0]}x{right[0]}{high}") or low >= high
-    assert same_answer(joined, another) is (another == interval and low < high)
+    assert same_answer(joined, interval) is same_answer(interval, joined) is is_set
+    assert same_answer(joined, f"{low}{left[0]}x{right[0]}{high}") or not is_set
+    assert same_answer(joined, another) is (another == interval and is_set)
     assert not same_answer(joined.replace("且", "或").replace("and", "or"), interval)
     assert not same_answer(joined, interval.replace(",", ",9"))
 
@@ -133,7 +138,7 @@ def test_two_relations_joined_by_and_are_an_interval_only_if_it_is_theirs(stated
 TOKENS = st.sampled_from([*"123456789xnk", r"\pi ", r"\alpha "])
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     st.sampled_from([(r"\frac", 2), (r"\binom", 2), (r"\sqrt", 1), (r"\sqrt[3]", 1)]),
     st.lists(TOKENS, min_size=4, max_size=4),
@@ -240,12 +245,10 @@ def test_two_letters_are_no_choice(text):
     assert not same_answer(text, "A")
 
 
-@pytest.mark.parametrize(
-    "text",
-    [r"\textbf{(A)}\ 12", r"(A) \text{Romeo and Juliet}", r"\text{(A) heads or tails}", "A) x+1", r"\text{(A) Ann}"],
-)
-def test_a_letter_with_its_text_is_a_choice(text):
-    assert score("A", f"\\boxed{{{text}}}") == 1
+def test_a_letter_with_its_value_is_a_choice_and_one_with_words_is_none():
+    """Words may take it back: (A) is wrong."""
+    assert score("A", r"\boxed{\textbf{(A)}\ 12}") == 1
+    assert score("A", r"\boxed{\text{(A) heads or tails}}") == 0
 
 
 @pytest.mark.parametrize(
@@ -263,25 +266,13 @@ def test_deep_nesting_takes_no_time():
     assert time.process_time() - started < 5
 
 
-HEAVY = [
-    (r"\sum_{k=1}^{10}k", "55"),
-    (r"\int_0^1 x dx", r"\frac12"),
-    (r"\lim_{x\to 0}\frac{\sin x}{x}", "1"),
-    (r"\sum_{k=1}^{n}k", r"\frac{n(n+1)}{2}"),
-    (r"\prod_{k=1}^{5}k", "120"),
-    (r"\sum_{k=0}^{\infty}\frac{1}{2^k}", "2"),
-]
-
-
-@pytest.mark.parametrize(("formula", "value"), HEAVY)
-def test_sums_and_integrals_equal_their_values_but_only_an_answer_may_have_one(formula, value):
+@pytest.mark.parametrize(
+    "formula", [r"\sum_{k=1}^{10}k", r"\int_0^1 x dx", r"\lim_{x\to 0}\frac{\sin x}{x}", r"\prod_{k=1}^{5}k"]
+)
+def test_sums_and_integrals_are_never_evaluated(formula):
     """A response could choose one that takes hours."""
-    assert same_answer(formula, value)
-    assert same_answer(value, formula)
-    assert not same_answer(formula, f"{value}+1")
-    assert score(formula, f"\\boxed{{{value}}}") == 1.0
-    assert score(value, f"\\boxed{{{formula}}}") == 0.0
     assert score(formula, f"\\boxed{{{formula}}}") == 1.0
+    assert not any(same_answer(formula, value) for value in ("55", r"\frac12", "1", "120"))
 
 
 def test_every_answer_of_the_real_problem_sets_equals_itself_and_its_spellings_both_ways():
