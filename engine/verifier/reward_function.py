@@ -193,11 +193,11 @@ def check_built_in(functions: Sequence[RewardFunction]) -> None:
 _RIGHT = {
     "math": [
         ("x + 1", "\\boxed{1 + x}"),
-        ("10", "There are 10 in the box."),
+        ("10", "There are 10 boxes."),
         ("\\frac{1}{2}", "So it is $0.5$."),
         ("\\frac{\\sqrt{3}}{2}", "\\boxed{\\sin 60^\\circ}"),
     ],
-    "math_verify": [("x + 1", "\\boxed{1 + x}"), ("10", "There are 10 in the box.")],
+    "math_verify": [("x + 1", "\\boxed{1 + x}"), ("10", "There are 10 boxes.")],
 }
 
 

@@ -11,7 +11,7 @@ from engine.reward.math.formulas import ANGLE, LONGEST
 _UNIT = re.compile(
     r"(?:(?:(?:/|\\cdot)?\\text\{[^{}]*\}(?:\^(?:\{-?\d\}|\d))?)+|\^\\circ ?(?:(?:\\text\{)?[CF]\}?)?|%)$"
 )
-_CURRENCY = re.compile(r"([+-]?)\\?([$€£¥])(?=.)")
+_CURRENCY = re.compile(r"([+-]?)(?:\\?([$€£¥]))+(?=.)")
 _NAMES = """mm millimeter millimetre 毫米, cm centimeter centimetre 厘米, dm decimeter decimetre 分米, m meter metre 米,
 km kilometer kilometre 千米 公里, in inch inche, ft foot feet, yd yard, mi mile, mg milligram 毫克, g gram 克,
 kg kilogram 千克 公斤, jin 斤, ton tonne 吨, lb pound, oz ounce, s sec second 秒, min minute 分钟, h hr hour 小时 时,
@@ -58,6 +58,7 @@ class Quantity(NamedTuple):
 def read_quantity(text: str) -> Quantity | None:
     r"""Reads 5\text{ million euros} as 5000000, "euro". None if the words at the end aren't known to be a unit or the
     name of what is counted: they may say anything."""
+    text = f"\\${text[:-2]}" if text.endswith("\\$") else text
     money = _CURRENCY.match(text)
     bare = f"{money[1]}{text[money.end() :]}" if money else text
     match = _UNIT.search(bare)
