@@ -5,11 +5,11 @@ from __future__ import annotations
 import shlex
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Literal
+from typing import Any, Literal
 
 from engine.run.folder import RunFolder
 from engine.run.lock import is_held
@@ -25,8 +25,8 @@ BEAT_S = 30.0
 RECENT = 20
 """Number of steps whose mean time predicts the time left."""
 
-Word = Literal["starting", "running", "ending", "finished", "evaluated", "simulated", "stopped", "failed", "died"]
-"""The first three: it goes on. "evaluated": nothing is trained there. "simulated": a plan's timeline."""
+Word = Literal["starting", "running", "ending", "finished", "evaluated", "stopped", "failed", "died"]
+"""The first three: it goes on. "evaluated": nothing is trained there."""
 
 
 @dataclass(frozen=True)
@@ -64,13 +64,18 @@ def read_status(folder: RunFolder, steps: Sequence[JsonObject], total: int, over
             return RunStatus("ending", done, *told)
         now = read_progress(folder.progress)
         works = bool(steps or run.stages) or (now is not None and now.share is not None)
-        left = (total - done) * fmean(row["step_s"] for row in steps[-RECENT:]) if 0 < done < total else None
+        left = time_left(steps, total) if 0 < done < total else None
         return RunStatus("running" if works else "starting", done, progress=now, left_s=left)
     if told is None and (complete := _completed(folder, run, done, total)):
         return RunStatus(complete, done)
     error, reason = why_ended(folder)
     word: Word = "died" if told is None else "stopped" if error == "Stopped" else "failed"
     return RunStatus(word, done, error, reason, resume_command(folder) if run.attempts else "")
+
+
+def time_left(steps: Sequence[Mapping[str, Any]], total: int) -> float:
+    """Seconds that the rest of `total` steps takes, after these lines of steps.jsonl."""
+    return (total - 1 - steps[-1]["step"]) * fmean(row["step_s"] for row in steps[-RECENT:])
 
 
 def why_ended(folder: RunFolder) -> tuple[str, str]:
@@ -94,8 +99,6 @@ def resume_command(folder: RunFolder, command: str = "") -> str:
 
 
 def _completed(folder: RunFolder, run: RunFile, done: int, total: int) -> Word | None:
-    if (folder.trace / "simulated.jsonl").exists():
-        return "simulated"
     if not run.attempts and not done:  # each training is an attempt, an evaluation is none
         return "evaluated" if folder.evaluations.exists() else None
     if done and done < total:

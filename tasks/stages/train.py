@@ -1,7 +1,7 @@
 """Train: runs the orchestrator, sends its steps to the console, MLflow and Prefect, and restarts it if it dies.
 
-The Prefect UI shows a progress bar and a page with step, reward, speed and time left. A thread sends them every 10 s,
-so a slow or unresponsive server delays neither training nor MLflow.
+The Prefect UI shows a progress bar with step, reward, speed, time left and the command that shows the run. A thread
+sends it every 10 s, so a slow or unresponsive server delays neither training nor MLflow.
 """
 
 from __future__ import annotations
@@ -13,17 +13,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from statistics import fmean
 from typing import Any
 
 import httpx
 from prefect import task
-from prefect.artifacts import (
-    create_link_artifact,
-    create_markdown_artifact,
-    create_progress_artifact,
-    update_progress_artifact,
-)
+from prefect.artifacts import create_progress_artifact, update_progress_artifact
 from prefect.cache_policies import NO_CACHE
 from prefect.runtime import task_run
 
@@ -40,35 +34,33 @@ from engine.errors import (
     WeightSyncError,
     counted,
 )
-from engine.run.checkpoint_files import latest_checkpoint
-from engine.run.folder import RunFolder
 from engine.run.run_file import START
-from engine.run.run_status import why_ended
-from engine.tools.watch import PORT
+from engine.run.run_status import RECENT, why_ended
 from engine.types import JsonObject
 from tasks.attempt import count_attempt, run_folder
 from tasks.stages.orchestrator_process import run_training
-from tasks.terminal.console import StepLines, format_duration, is_terminal, own_program, say
-from tasks.tracking.artifact_cells import code_span, markdown_table
+from tasks.terminal.console import StepLines, is_terminal, own_program, say, step_text
+from tasks.tracking.artifact_cells import code_span
 from tasks.tracking.evaluations import InRun
 
 UPDATE_S = 10.0
-"""Seconds between updates. Each update is two requests to the Prefect server."""
+"""Seconds between updates."""
 
 
-class TrainingArtifacts:
-    """Takes the lines of steps.jsonl and updates the artifacts `training` and `training-status` of the flow run.
-    `watch` links to the page of the run."""
+class TrainingProgress:
+    """Takes the lines of steps.jsonl and updates the artifact `training` of the flow run."""
 
     def __init__(self, config: Config) -> None:
-        self._config = config
-        self._rows: deque[Mapping[str, Any]] = deque(maxlen=20)
+        command = code_span(f"metronome watch {config.folder.resolve()}")
+        self._where = f"\n\nIts page: {command} on {code_span(socket.gethostname())}."
+        self._steps = config.train.steps
+        self._rows: deque[Mapping[str, Any]] = deque(maxlen=RECENT)
         self._shown: Mapping[str, Any] | None = None
         self._ended = threading.Event()
         context = contextvars.copy_context()  # identifies the flow run and task run of the artifacts
         self._thread = threading.Thread(target=context.run, args=(self._tell,), name="progress", daemon=True)
 
-    def __enter__(self) -> TrainingArtifacts:
+    def __enter__(self) -> TrainingProgress:
         self._thread.start()
         return self
 
@@ -83,13 +75,11 @@ class TrainingArtifacts:
 
     def _tell(self) -> None:
         bar = None
-        linked = False
-        steps = counted(self._config.train.steps, "step")
+        first = f"Training, {counted(self._steps, 'step')}{self._where}"
         while True:
             last = self._ended.wait(UPDATE_S if bar is not None else 0.0)
             try:
-                bar = bar or create_progress_artifact(0.0, key="training", description=f"Training, {steps}")
-                linked = linked or bool(_link_page(self._config))
+                bar = bar or create_progress_artifact(0.0, key="training", description=first)
                 self._update(bar)
             except httpx.HTTPError as error:
                 say("warning", f"the Prefect server does not take the progress: {type(error).__name__}: {error}")
@@ -100,45 +90,9 @@ class TrainingArtifacts:
         rows = list(self._rows)
         if not rows or rows[-1] is self._shown:
             return
-        update_progress_artifact(bar, 100.0 * (rows[-1]["step"] + 1) / self._config.train.steps)
-        create_markdown_artifact(
-            steps_page(self._config, rows), key="training-status", description="Progress of the training"
-        )
+        share = 100.0 * (rows[-1]["step"] + 1) / self._steps
+        update_progress_artifact(bar, share, description=step_text(rows, self._steps) + self._where)
         self._shown = rows[-1]
-
-
-def _link_page(config: Config) -> object:
-    """Link to the page of `metronome watch`, which a person starts. Returns the artifact's id."""
-    command = code_span(f"metronome watch {RunFolder(config.folder).path.resolve()}")
-    return create_link_artifact(
-        f"http://127.0.0.1:{PORT}/",
-        link_text=f"{config.run.name} as it goes on",
-        key="watch",
-        description=f"The page is there while {command} runs on {code_span(socket.gethostname())}. When the run "
-        "has ended, timeline.html in the run folder is the same page.",
-    )
-
-
-def steps_page(config: Config, rows: list[Mapping[str, Any]]) -> str:
-    """A Markdown table of the last of these lines of steps.jsonl. The time left is based on their mean step time."""
-    row = rows[-1]
-    done = rows[-1]["step"] + 1
-    steps = config.train.steps
-    left = (steps - done) * sum(line["step_s"] for line in rows) / len(rows)
-    checkpoint = latest_checkpoint(RunFolder(config.folder).checkpoints)
-    cells = {
-        "run": config.run.name,
-        "steps": f"{done} of {steps} ({100 * done / steps:.1f} %)",
-        "reward (last step)": f"{row['reward_mean']:.3f}",
-        f"reward (mean of {counted(len(rows), 'step')})": f"{fmean(line['reward_mean'] for line in rows):.3f}",
-        "response length": f"{row['response_length_mean']:.0f} tokens",
-        "speed": f"{row['tokens_per_s_per_device']:,.0f} tokens/s/device",
-        "time of a step": f"{row['step_s']:.1f} s",
-        "time left": format_duration(left),
-        "last checkpoint": checkpoint.name if checkpoint is not None else "none yet",
-        "as of": time.strftime("%Y-%m-%d %H:%M:%S %Z"),
-    }
-    return markdown_table(["", ""], [*cells.items()])
 
 
 def train_shown(
@@ -217,7 +171,7 @@ def train(config: Config, resume: bool = False, ready: Callable[[], Config] | No
         pause_s = pause_before_resume(told, starts)
         say("resume", f"the previous attempt ended: {why}" + (f"; waiting {pause_s:.0f} s" if pause_s else ""))
         time.sleep(pause_s)
-    with TrainingArtifacts(config) as progress:
+    with TrainingProgress(config) as progress:
         try:
             return train_shown(config if ready is None else ready(), resume or again, also=progress)
         except MetronomeError as error:

@@ -7,12 +7,14 @@ import os
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from engine.errors import clean_text, counted
+from engine.run.run_status import RECENT, time_left
 
 LINES_PER_RUN = 20
 """Approximate number of step lines per run; there are more if steps are slow."""
@@ -119,21 +121,25 @@ class StepLines:
         self._steps = steps
         self._every = max(1, steps // LINES_PER_RUN)
         self._printed = 0.0
-        self._seconds: list[float] = []
+        self._rows: deque[Mapping[str, Any]] = deque(maxlen=RECENT)
 
     def __call__(self, row: Mapping[str, Any]) -> None:
         """Take the next line of steps.jsonl."""
         done = row["step"] + 1
-        self._seconds = [*self._seconds[-9:], row["step_s"]]
+        self._rows.append(row)
         due = done % self._every == 0 or done in (1, self._steps) or time.monotonic() - self._printed > QUIET_S
         if due:
             self._printed = time.monotonic()
-            left = (self._steps - done) * sum(self._seconds) / len(self._seconds)
-            say(
-                "train",
-                f"{done:>{len(f'{self._steps:,}')},}/{counted(self._steps, 'step')}  reward {row['reward_mean']:.3f}  "
-                f"{row['tokens_per_s_per_device']:,.0f} tokens/s/device  {format_duration(left)} left",
-            )
+            say("train", step_text([*self._rows], self._steps))
+
+
+def step_text(rows: Sequence[Mapping[str, Any]], steps: int) -> str:
+    """Where a training of `steps` steps is, after these lines of steps.jsonl: step, reward, speed, time left."""
+    row = rows[-1]
+    return (
+        f"{row['step'] + 1:>{len(f'{steps:,}')},}/{counted(steps, 'step')}  reward {row['reward_mean']:.3f}  "
+        f"{row['tokens_per_s_per_device']:,.0f} tokens/s/device  {format_duration(time_left(rows, steps))} left"
+    )
 
 
 def format_duration(seconds: float) -> str:

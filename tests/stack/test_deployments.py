@@ -501,12 +501,12 @@ def _check_artifacts(api, flow_run, run):
     query = {"artifacts": {"flow_run_id": {"any_": [flow_run]}}, "sort": "CREATED_DESC"}
     found = post_json(f"{api}/artifacts/filter", query)
     newest = {one["key"]: one for one in reversed(found)}
-    assert {"mlflow", "training", "training-status", "evaluation", "base-model", "registered-model"} <= set(newest)
-    assert f"metronome watch {run.data.params['run.output']}" in newest["watch"]["description"]
+    assert {"mlflow", "training", "evaluation", "base-model", "registered-model"} <= set(newest)
+    assert f"metronome watch {run.data.params['run.output']}" in newest["training"]["description"]
     assert f"/runs/{run.info.run_id}" in newest["mlflow"]["data"]
     assert newest["training"]["type"] == "progress"
     assert float(newest["training"]["data"]) == 100
-    assert "2 of 2 (100.0 %)" in newest["training-status"]["data"]
+    assert "2/2 steps  reward " in newest["training"]["description"]
 
 
 def _check_s3(environment, folder):

@@ -98,7 +98,7 @@ def test_a_orchestrator_that_was_taken_over_ends_its_flow_which_writes_nothing(c
     folder.create(config, resume=False)
     command = [sys.executable, "-c", TAKEN, str(folder.failure)]
     monkeypatch.setattr(orchestrator_process, "orchestrator_command", lambda *_, events, **__: [*command, str(events)])
-    monkeypatch.setattr(train, "TrainingArtifacts", lambda config: contextlib.nullcontext())
+    monkeypatch.setattr(train, "TrainingProgress", lambda config: contextlib.nullcontext())
     with pytest.raises(TakenOver, match="another orchestrator writes it now"):
         train.train.fn(config)
     assert folder.last_failure() == ("DiskError", "of the newer orchestrator")
@@ -107,7 +107,7 @@ def test_a_orchestrator_that_was_taken_over_ends_its_flow_which_writes_nothing(c
 
 def test_the_training_of_the_older_flow_ends_before_a_step_is_logged(config, monkeypatch):
     logged = []
-    monkeypatch.setattr(train, "TrainingArtifacts", lambda config: contextlib.nullcontext(logged.append))
+    monkeypatch.setattr(train, "TrainingProgress", lambda config: contextlib.nullcontext(logged.append))
     monkeypatch.setattr(train, "run_training", lambda *_, on_step: on_step({"step": 0}))
     folder = RunFolder(config.folder)
     folder.create(config, resume=False)

@@ -1,4 +1,4 @@
-"""What the Prefect UI shows of a training, without a server: the page's figures, and how seldom it is told."""
+"""What the Prefect UI shows of a training, without a server: its line, and how seldom it is told."""
 
 import threading
 import time
@@ -7,10 +7,9 @@ import httpx
 import pytest
 
 from engine.config import Config
-from engine.run.checkpoint_files import MARKER
-from engine.run.files import seal, write_json
 from tasks.stages import train
-from tasks.stages.train import TrainingArtifacts, steps_page
+from tasks.stages.train import TrainingProgress
+from tasks.terminal.console import step_text
 
 
 def row(step, **more):
@@ -28,33 +27,11 @@ def config(folder, steps):
     return Config(run={"name": "night", "output": str(folder)}, train={"steps": steps})
 
 
-def cells(text):
-    """The page's table as name → value."""
-    lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines()[2:]]
-    return dict(lines)
-
-
 @pytest.mark.parametrize(("steps", "left"), [(3, "0:00"), (4, "1:40"), (40, "1:01:40"), (1000, "27:41:40")])
-def test_the_page_says_where_training_is_and_how_long_the_rest_takes_at_the_mean_so_far(tmp_path, steps, left):
-    """90, 100 and 110 s: 100 s a step. The newest checkpoint is not complete."""
-    for name, complete in (("step-000002", True), ("step-000004", True), ("step-000006", False)):
-        folder = tmp_path / "night/checkpoints" / name
-        folder.mkdir(parents=True)
-        if complete:
-            write_json(folder / MARKER, seal({"files": {}}))
-    found = cells(steps_page(config(tmp_path, steps), [row(0), row(1), row(2)]))
-    assert found.pop("as of")
-    assert found == {
-        "run": "night",
-        "steps": f"3 of {steps} ({300 / steps:.1f} %)",
-        "reward (last step)": "0.500",
-        "reward (mean of 3 steps)": "0.250",
-        "response length": "812 tokens",
-        "speed": "12,346 tokens/s/device",
-        "time of a step": "110.0 s",
-        "time left": left,
-        "last checkpoint": "step-000004",
-    }
+def test_a_line_says_where_training_is_and_how_long_the_rest_takes_at_the_mean_so_far(steps, left):
+    """90, 100 and 110 s: 100 s a step."""
+    told = step_text([row(0), row(1), row(2)], steps)
+    assert told.strip() == f"3/{steps:,} steps  reward 0.500  12,346 tokens/s/device  {left} left"
 
 
 class Server:
@@ -62,13 +39,11 @@ class Server:
 
     def __init__(self, monkeypatch):
         self.bars = []
-        self.pages = []
+        self.texts = []
         self.asked = threading.Event()
         self.away = False
         monkeypatch.setattr(train, "create_progress_artifact", self.create)
-        monkeypatch.setattr(train, "update_progress_artifact", lambda bar, percent: self.bars.append((bar, percent)))
-        monkeypatch.setattr(train, "create_link_artifact", lambda address, **_: address)
-        monkeypatch.setattr(train, "create_markdown_artifact", lambda text, **_: self.pages.append(text))
+        monkeypatch.setattr(train, "update_progress_artifact", self.update)
 
     def create(self, percent, **_):
         self.asked.set()
@@ -77,27 +52,32 @@ class Server:
         assert percent == 0.0
         return "bar"
 
+    def update(self, bar, percent, description):
+        self.bars.append((bar, percent))
+        self.texts.append(description)
+
 
 def test_a_hundred_quick_steps_are_few_updates_and_the_last_one_is_told(tmp_path, monkeypatch):
     server = Server(monkeypatch)
-    with TrainingArtifacts(config(tmp_path, 100)) as tell:
+    with TrainingProgress(config(tmp_path, 100)) as tell:
         assert server.asked.wait(30)
         for step in range(100):
             tell(row(step))
             time.sleep(0.002)  # it could be told of each
-    assert 1 <= len(server.pages) == len(server.bars) <= 3  # at the start, and at the end: ten seconds are not over
+    assert 1 <= len(server.bars) <= 3  # at the start, and at the end: ten seconds are not over
     assert server.bars[-1] == ("bar", 100.0)
-    assert "100 of 100" in server.pages[-1]
+    assert server.texts[-1].startswith("100/100 steps  reward 24.750  ")
+    assert f"`metronome watch {tmp_path}/night` on " in server.texts[-1]
 
 
 def test_while_it_goes_on_it_is_told_at_the_pace_and_not_without_news(tmp_path, monkeypatch):
     server = Server(monkeypatch)
     monkeypatch.setattr(train, "UPDATE_S", 0.05)
-    with TrainingArtifacts(config(tmp_path, 4)) as tell:
+    with TrainingProgress(config(tmp_path, 4)) as tell:
         for number in range(1, 4):
             tell(row(number - 1))
             deadline = time.monotonic() + 30
-            while len(server.pages) < number:
+            while len(server.bars) < number:
                 assert time.monotonic() < deadline, f"waited 30 s for update {number}"
                 time.sleep(0.01)
         time.sleep(0.3)  # several paces without a new line
@@ -107,9 +87,9 @@ def test_while_it_goes_on_it_is_told_at_the_pace_and_not_without_news(tmp_path, 
 def test_a_server_that_is_away_holds_up_nothing_and_is_said(tmp_path, monkeypatch, capsys):
     server = Server(monkeypatch)
     server.away = True
-    with TrainingArtifacts(config(tmp_path, 100)) as tell:
+    with TrainingProgress(config(tmp_path, 100)) as tell:
         for step in range(100):
             tell(row(step))
-    assert not server.pages
+    assert not server.bars
     assert server.asked.is_set()
     assert "the Prefect server does not take the progress: ConnectError: refused" in capsys.readouterr().out

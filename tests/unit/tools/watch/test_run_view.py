@@ -129,13 +129,10 @@ def test_a_pipeline_is_finished_after_its_last_stage(folder, stages, numbers, wo
     assert shlex.split(told["resume"])[1:] == ([] if word == "finished" else sets_of_resume("run", folder))
 
 
-def test_a_folder_of_an_evaluation_and_one_of_a_plan_say_so(folder, tmp_path):
+def test_a_folder_of_an_evaluation_says_so(folder):
     append_line(folder.evaluations, EVALUATION)
     told = RunView(folder.path).state()
     assert (told["state"], told["steps"], told["resume"]) == ("evaluated", 0, "")
-    (folder.trace).mkdir()
-    (folder.trace / "simulated.jsonl").write_text("")
-    assert RunView(folder.path).state(live=False)["state"] == "simulated"
 
 
 def test_a_pipeline_that_trains_its_first_groups_runs(folder):
