@@ -223,3 +223,57 @@ def _whole_lines(path: Path) -> int:
 def _size(path: Path) -> str:
     size = path.stat().st_size
     return f"{size} bytes" if size else "it is empty"
+
+
+class GrowingLines:
+    """The JSON lines of a file that other processes append to. A file that was replaced is read anew."""
+
+    def __init__(self, path: Path, part: bytes = b"") -> None:
+        """`part`: only lines with these bytes are read."""
+        self.path = path
+        self.rows: list[dict[str, Any]] = []
+        """What `read` has read so far."""
+        self.of = 0
+        """Number of the file; another one after it was replaced. Below 2**53, up to which a page's numbers are exact;
+        inode numbers of Lustre and the like are above."""
+        self._part = part
+        self._position = 0
+        self._lines = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """Read the new complete lines, and return all. Raises BadInput for a damaged line."""
+        new = self.read_new()  # which may begin anew
+        self.rows += new
+        return self.rows
+
+    def read_new(self) -> list[dict[str, Any]]:
+        """The complete lines that were added since the last call, all of a file that was replaced. Raises BadInput for
+        a damaged one, again in each later call."""
+        if not self.path.exists():
+            self._begin(0)
+            return []
+        with self.path.open("rb") as file:
+            status = os.fstat(file.fileno())
+            number = status.st_ino % 2**53
+            if number != self.of or status.st_size < self._position:
+                self._begin(number)
+            file.seek(self._position)
+            found: list[dict[str, Any]] = []
+            position = self._position
+            lines = self._lines
+            for line in file:  # not all at once: a trace has gigabytes
+                if not line.endswith(b"\n"):
+                    break
+                lines += 1
+                position += len(line)
+                row = parse_line(self.path, lines, line) if self._part in line else None
+                found += [row] if row is not None else []
+        self._position = position
+        self._lines = lines
+        return found
+
+    def _begin(self, of: int) -> None:
+        self.rows = []
+        self.of = of
+        self._position = 0
+        self._lines = 0

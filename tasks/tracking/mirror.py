@@ -36,7 +36,7 @@ from engine.errors import BadInput, clean_text, without_password
 from engine.evaluation.tables import EvaluationRow, rows_of
 from engine.model.shape import content_hash
 from engine.reward.scorer import LONGEST_NAME
-from engine.run.files import parse_line
+from engine.run.files import GrowingLines
 from engine.run.run_file import read_run
 from engine.types import JsonObject
 from tasks.attempt import registered_policy, run_folder
@@ -212,34 +212,18 @@ Item = TypeVar("Item")
 
 
 class NewLines:
-    """Reads the lines that another process appends to steps.jsonl, each once."""
+    """Reads the lines that another process appends to steps.jsonl, each once, also after the file was shortened, which
+    replaces it."""
 
     def __init__(self, path: Path) -> None:
-        self._path = path
-        self._inode = 0
-        self._position = 0
-        self._lines = 0
-        """Number of lines up to the position."""
+        self._lines = GrowingLines(path)
         self._newest = 0.0
         """Time (`ended_s`) of the newest line that was read."""
 
     def read(self) -> list[JsonObject]:
         """The complete lines that were added since the last call; none without a file. Raises BadInput for a damaged
         one, again in each later call."""
-        if not self._path.exists():
-            return []
-        with self._path.open("rb") as file:
-            if (inode := os.fstat(file.fileno()).st_ino) != self._inode:  # replaced, which is how it is shortened
-                self._inode = inode
-                self._position = 0
-                self._lines = 0
-            file.seek(self._position)
-            whole = file.read().rpartition(b"\n")[0]
-        lines = whole.split(b"\n") if whole else []
-        rows = [parse_line(self._path, number, line) for number, line in enumerate(lines, self._lines + 1)]
-        new: list[JsonObject] = [row for row in rows if row is not None and row["ended_s"] > self._newest]
-        self._position += len(whole) + bool(whole)
-        self._lines += len(lines)
+        new = [row for row in self._lines.read_new() if row["ended_s"] > self._newest]
         self._newest = max([self._newest, *(row["ended_s"] for row in new)])
         return new
 

@@ -7,7 +7,6 @@ run costs no more than a short one.
 from __future__ import annotations
 
 import math
-import os
 import re
 import time
 import tomllib
@@ -17,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from engine.errors import BadInput, counted
-from engine.run.files import parse_line, read_lines
+from engine.run.files import GrowingLines, read_lines
 from engine.run.folder import RunFolder
 from engine.run.run_file import read_run
 from engine.run.run_status import read_status
@@ -39,48 +38,6 @@ CHANGES = 200
 """Number of newest states of an instance in the history of the pool."""
 ACCURACY = ("benchmark", "weight_version", "avg_at_k", "ci_low", "ci_high", "problems", "samples", "partial_scores")
 """The parts of an evaluation that the page shows."""
-
-
-class GrowingLines:
-    """The JSON lines of a file that other processes append to. A file that was replaced is read anew."""
-
-    def __init__(self, path: Path, part: bytes = b"") -> None:
-        """`part`: only lines with these bytes are read."""
-        self.path = path
-        self.rows: list[JsonObject] = []
-        self.of = 0
-        """Number of the file; another one after it was replaced. Below 2**53, up to which a page's numbers are exact;
-        inode numbers of Lustre and the like are above."""
-        self._part = part
-        self._position = 0
-        self._lines = 0
-
-    def read(self) -> list[JsonObject]:
-        """Read the new complete lines, and return all. Raises BadInput for a damaged line."""
-        if not self.path.exists():
-            self._begin(0)
-            return self.rows
-        with self.path.open("rb") as file:
-            status = os.fstat(file.fileno())
-            number = status.st_ino % 2**53
-            if number != self.of or status.st_size < self._position:
-                self._begin(number)
-            file.seek(self._position)
-            for line in file:
-                if not line.endswith(b"\n"):
-                    break
-                row = parse_line(self.path, self._lines + 1, line) if self._part in line else None
-                self._lines += 1
-                self._position += len(line)
-                if row is not None:
-                    self.rows.append(row)
-        return self.rows
-
-    def _begin(self, of: int) -> None:
-        self.rows = []
-        self.of = of
-        self._position = 0
-        self._lines = 0
 
 
 class RunView:

@@ -5,7 +5,6 @@ import os
 import shlex
 from concurrent.futures import ThreadPoolExecutor
 from threading import Event
-from types import SimpleNamespace
 
 import pytest
 
@@ -17,7 +16,6 @@ from engine.run.lock import hold_lock
 from engine.run.progress import Progress, write_progress
 from engine.run.run_file import START, update_run
 from engine.run.trace import Trace, last_spans, read_spans
-from engine.tools.watch import run_view
 from engine.tools.watch.run_view import RunView
 from support.run_folders import EVALUATION
 
@@ -65,7 +63,7 @@ def test_a_file_system_with_large_inode_numbers_tells_no_step_twice(folder, monk
         found = list(fstat(descriptor))
         return os.stat_result([found[0], large, *found[2:]])
 
-    monkeypatch.setattr(run_view, "os", SimpleNamespace(fstat=status))
+    monkeypatch.setattr(os, "fstat", status)
     steps(folder, 0, 1)
     view = RunView(folder.path)
     of = int(float(view.steps()["of"]))
