@@ -25,6 +25,7 @@ from engine.orchestrator.rollout_service import RolloutService
 from engine.orchestrator.run_state import RunState
 from engine.orchestrator.stages import stages_of
 from engine.orchestrator.steps import Steps
+from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
 from engine.schedule import Schedule
@@ -288,6 +289,14 @@ class Plane:
                 self._batches.resume_at(request.start, request.prompt_position, request.prompts)
         if self._trains:
             self.folder.cut_steps(request.start)
+            if self.service is not None and request.start:
+                rollout = self.config.rollout
+                self.service.notices.count_steps(
+                    steps=list(read_lines(self.folder.steps)),
+                    groups=self.config.train.prompts_per_step,
+                    size=rollout.group_size,
+                    max_new_tokens=rollout.max_new_tokens,
+                )
         if self._evaluation is not None:
             self._evaluation.begin_run(request.start)
         await self.leases.begin_run(request.start)

@@ -9,8 +9,9 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from engine.algorithm.alignment import RECENT
 from engine.algorithm.shaping import are_equal
@@ -29,6 +30,8 @@ LONGEST_S = 600.0
 BURST = 5
 """Events of one kind that are reported individually within PAUSE_S. Further ones are counted."""
 
+_CUT = "responses were cut at {} tokens (max_new_tokens) or by the context"
+_EQUAL = "groups have equal scores and teach nothing (equal_groups)"
 _FAULTS = {
     ("timeout", False): "scores timed out and count as 0",
     ("error", False): "scores failed, count as 0",
@@ -108,16 +111,26 @@ class RunEvents:
         """Count the problems with a group's responses and their scores."""
         size = len(responses)
         cut = sum(response.finish_reason == "length" for response in responses)
-        limit = f"{max_new_tokens} tokens (max_new_tokens) or by the context"
-        self.share("responses", f"responses were cut at {limit}", cut, size)
+        self.share("responses", _CUT.format(max_new_tokens), cut, size)
         empty = sum(response.finish_reason == "stop" and response.length <= 1 for response in responses)
         self.share("responses", "responses are empty: they end with their first token", empty, size)
         if self._trained:
             equal = are_equal([score.value for score in scores if not score.excluded])
-            self.share("rewards", "groups have equal scores and teach nothing (equal_groups)", int(equal), 1)
+            self.share("rewards", _EQUAL, int(equal), 1)
         for wanted, what in _FAULTS.items():
             wrong = [score.detail for score in scores if (score.status, score.excluded) == wanted]
             self.share(stage="rewards", what=what, count=len(wrong), of=size, detail=wrong[-1] if wrong else "")
+
+    def count_steps(self, steps: Sequence[Mapping[str, Any]], groups: int, size: int, max_new_tokens: int) -> None:
+        """Begin with the counts of the steps that a resumed run has (lines of steps.jsonl), of `groups` of `size`."""
+        counts = {
+            ("responses", _CUT.format(max_new_tokens)): ("truncated", size),
+            ("rewards", _EQUAL): ("equal_groups", 1),
+        }
+        counts |= {("rewards", _FAULTS[name, False]): (f"reward_{name}s", size) for name in ("timeout", "error")}
+        for kind, (key, each) in counts.items():
+            count = sum(row[key] for row in steps)
+            self._shares[kind] = _Share(count, len(steps) * groups * each, told=count)
 
     def add_cosine(self, step: int, cosine: float, low: float | None) -> None:
         """Count a step's cosine of consecutive gradients. Once, if the last RECENT steps' mean absolute cosine exceeds

@@ -11,6 +11,7 @@ from engine.data.loader import PromptLoader
 from engine.orchestrator.plane import Plane
 from engine.orchestrator.pool.instance import Instance
 from engine.orchestrator.pool.pool import Pool
+from engine.orchestrator.run_events import RunEvents
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
 from engine.types import Prompt
@@ -85,7 +86,7 @@ def plane_of(config, folder, producer, loader, **more):
         folder=RunFolder(folder),
         trace=Trace(folder / "trace", "orchestrator"),
         loader=loader,
-        service=SimpleNamespace(pool=Pool(config, folder, folder, synced=True), producer=producer),
+        service=SimpleNamespace(pool=Pool(config, folder, folder, synced=True), producer=producer, notices=RunEvents()),
         **more,
     )
     enter(plane, "first")

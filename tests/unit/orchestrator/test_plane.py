@@ -15,7 +15,7 @@ from engine.errors import BadInput, DeadlineError, RatioGapError, RewardError, S
 from engine.orchestrator import run_state
 from engine.orchestrator.plane import Plane
 from engine.orchestrator.run_events import RunEvents
-from engine.run.files import read_lines
+from engine.run.files import append_line, read_lines
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
 from engine.wire.columns import pack_values
@@ -88,7 +88,8 @@ async def test_a_checkpoint_of_other_prompts_is_refused_before_anything_is_cut(t
     plane = plane_of(config, tmp_path, Rollouts(), PromptLoader([PROMPT] * 2, 0, 2))
     ours = (await plane.answer(ready(0))).fingerprint
     other = PromptLoader([PROMPT] * 3, 0, 2).fingerprint
-    (tmp_path / "steps.jsonl").write_text('{"step": 0}\n{"step": 1}\n')
+    for step in range(2):
+        append_line(tmp_path / "steps.jsonl", FIGURES | {"step": step})
     with pytest.raises(BadInput, match=r"differ from those that its checkpoint was trained on.*evaluate\.benchmark"):
         await plane.answer(ready(1, other))
     assert len((tmp_path / "steps.jsonl").read_text().splitlines()) == 2

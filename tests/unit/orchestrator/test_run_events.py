@@ -44,6 +44,22 @@ def test_a_share_is_told_with_its_sums_and_not_after_every_group(clock):
     assert lines[-1] == "responses: 600 of 4,800 responses were cut"
 
 
+def test_the_counts_of_a_resumed_run_are_those_of_its_steps_too(clock):
+    lines, notices = told()
+    steps = [{"truncated": 3, "equal_groups": 2, "reward_timeouts": 1, "reward_errors": 0}] * 2
+    notices.count_steps(steps, groups=4, size=3, max_new_tokens=16)
+    notices.close()
+    assert lines == []  # told before it was interrupted
+    scores = [Score(0.0, "timeout", "late"), Score(0.0), Score(0.0)]
+    notices.count_group([sampled(2, "length"), *[sampled(2, "stop")] * 2], scores, max_new_tokens=16)
+    notices.close()
+    assert lines == [
+        "responses: 7 of 27 responses were cut at 16 tokens (max_new_tokens) or by the context",
+        "rewards: 5 of 9 groups have equal scores and teach nothing (equal_groups)",
+        "rewards: 3 of 27 scores timed out and count as 0: late",
+    ]
+
+
 def test_nothing_is_told_while_nothing_goes_wrong(clock):
     lines, notices = told()
     for _ in range(100):
