@@ -1,13 +1,13 @@
 """Measures a weight sync, from the last applied gradient until all instances serve the new version, beside a bare
 transfer.
 
-`python benchmarks/weight_sync.py [--tiny]` publishes a random model of Qwen3-0.6B's shape (fp32, tied) from one trainer
-rank to embedded instances in processes of their own, over each transport to 1 and 2 instances. It uses the trainer's
-publisher and the orchestrator's handlers. `sync_s` ends when all instances serve the version, with every byte checked.
-`verify_s` is the comparison of the fixed tokens, which follows while they generate (their responses wait for it). In
-turn with every sync, the same bytes in buckets of the same sizes are moved by a bare transfer: gloo by broadcast, file
-by writing and reading. "Staged" measures the same while the instance generates, and the share of the sync in which it
-generates.
+`python benchmarks/weight_sync.py [--tiny | --model FOLDER]` publishes a random model of Qwen3-0.6B's shape (fp32, tied)
+from one trainer rank to embedded instances in processes of their own, over each transport to 1 and 2 instances. It uses
+the trainer's publisher and the orchestrator's handlers. `sync_s` ends when all instances serve the version, with every
+byte checked. `verify_s` is the comparison of the fixed tokens, which follows while they generate (their responses wait
+for it). The instances compute theirs within `sync_s`; `--check-tokens 0` leaves that out. In turn with every sync, the
+same bytes in buckets of the same sizes are moved by a bare transfer: gloo by broadcast, file by writing and reading.
+"Staged" measures the same while the instance generates, and the share of the sync in which it generates.
 
 `bound` is the smallest ratio that a sync with these checks can have on this machine's cores. It is the CPU seconds of
 the bare transfer on all ends plus a checksum of every byte on each end (`checks_s`), spread evenly over the cores, over
@@ -69,17 +69,25 @@ def main() -> None:
     parser.add_argument(
         "--rounds", type=int, default=3, help="number of measured syncs; another one comes first and warms up"
     )
+    parser.add_argument("--model", type=Path, help="publish the weights of this Hugging Face folder")
+    parser.add_argument("--check-tokens", type=int, default=16, help="weights.check_tokens")
     parser.add_argument("--transports", default="file,gloo")
     parser.add_argument("--instances", default="1,2")
     arguments = parser.parse_args()
-    model = random_model(arguments.tiny)
+    model = arguments.model or random_model(arguments.tiny)
     figures: dict[str, Any] = {}
     with one_rank(), tempfile.TemporaryDirectory(dir=SHARED_MEMORY) as scratch:
         models: TriModel | None = None
         for transport in arguments.transports.split(","):
             for count in map(int, arguments.instances.split(",")):
                 for staged in (False, True) if count == 1 else (False,):
-                    config = configuration(model=model, transport=transport, instances=count, staged=staged)
+                    config = configuration(
+                        model=model,
+                        transport=transport,
+                        instances=count,
+                        staged=staged,
+                        check_tokens=arguments.check_tokens,
+                    )
                     models = models or policy(config)
                     name = f"{transport}_{count}{'_staged' if staged else ''}"
                     figures[name] = measure(config, models, Path(scratch) / name, arguments.rounds)
@@ -113,7 +121,7 @@ def random_model(tiny: bool) -> Path:
     return folder
 
 
-def configuration(model: Path, transport: str, instances: int, staged: bool) -> Config:
+def configuration(model: Path, transport: str, instances: int, staged: bool, check_tokens: int = 16) -> Config:
     return load_config(
         None,
         [
@@ -130,6 +138,7 @@ def configuration(model: Path, transport: str, instances: int, staged: bool) -> 
             "rollout.max_new_tokens=16",
             f"weights.transport={transport}",
             f"weights.staged={str(staged).lower()}",
+            f"weights.check_tokens={check_tokens}",
         ],
     )
 
