@@ -12,7 +12,6 @@ import platform
 from importlib import metadata
 from pathlib import Path
 
-import mlflow.pyfunc
 import yaml
 from mlflow.models import Model, ModelSignature
 from mlflow.types import ColSpec, Schema
@@ -30,6 +29,8 @@ NEEDED = ("mlflow", "torch", "transformers")
 def model_files(policy: Path, scratch: Path) -> list[tuple[Path, str]]:
     """Each file of the model, and its folder in that of the model (""). `policy`: a Hugging Face folder. MLflow's own
     files are written to `scratch`."""
+    from mlflow import pyfunc  # takes a fifth of a second
+
     text = Schema([ColSpec("string")])
     model = Model(signature=ModelSignature(text, text))
     model.add_flavor(
@@ -43,7 +44,7 @@ def model_files(policy: Path, scratch: Path) -> list[tuple[Path, str]]:
         tokenizer_type="PreTrainedTokenizerFast",  # it reads tokenizer.json, as Metronome does
     )
     environment = scratch / "conda.yaml"
-    mlflow.pyfunc.add_to_model(
+    pyfunc.add_to_model(
         model,
         loader_module="mlflow.transformers",
         conda_env=environment.name,
