@@ -27,8 +27,8 @@ def _has_compiler() -> bool:
     found = importlib.util.find_spec("triton") is not None
     if not found:
         warnings.warn(
-            "the package triton is not installed: SwiGLU, the rotation, the merge of attention's parts, and norms "
-            "with their sums run as separate operations on CUDA instead of fused ones",
+            "the package triton is not installed: SwiGLU, the rotation, the merge of attention's parts, norms "
+            "with their sums, and log-probabilities run as separate operations on CUDA instead of fused ones",
             stacklevel=2,
         )
     return found

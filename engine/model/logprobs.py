@@ -20,6 +20,7 @@ from megatron.core import parallel_state
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from engine.model.fusion import can_fuse, compile_once
 from engine.model.linear import output_product, token_product, weight_gradient
 
 CHUNK_BYTES = {"cpu": 1 << 19}
@@ -193,15 +194,58 @@ def _turn_into_gradient(
     logits: Tensor, targets: Tensor, job: Job, found: Statistics, of_chosen: Tensor, of_entropy: Tensor | None
 ) -> None:
     """Overwrite logits [t, V/tensor] by their gradient, from the gradients [t] of the two results, which are already
-    divided by the temperature."""
+    divided by the temperature. On CUDA in one pass, else in the single operations that are its oracle."""
     columns = logits[:, : job.part.size]
     logits[:, job.part.size :] = 0.0
+    if can_fuse(logits):
+        none = torch.zeros_like(of_chosen)
+        given = (none if one is None else one for one in (found.entropy, of_chosen, of_entropy))
+        compile_once(overwrite_by_gradient)(columns, found.top, found.rest, *given, _inverse(found.top, job))
+    else:
+        _overwrite_in_chunks(columns, job=job, found=found, of_chosen=of_chosen, of_entropy=of_entropy)
+    if job.part.size:
+        _set_at_targets(
+            grad=columns, targets=targets, part=job.part, found=found, of_chosen=of_chosen, of_entropy=of_entropy
+        )
+
+
+def overwrite_by_gradient(
+    logits: Tensor, top: Tensor, rest: Tensor, entropy: Tensor, of_chosen: Tensor, of_entropy: Tensor, inverse: Tensor
+) -> None:
+    """Overwrite logits [t, n] by −p (of_chosen + of_entropy (log p + entropy)), of numbers [t] over the whole
+    vocabulary and of `inverse` [], one over the temperature. For compilation: then each logit is read and written once.
+    """
+    logs = (logits.to(top.dtype) - top[:, None]) * inverse - rest[:, None]
+    weight = of_chosen[:, None] + of_entropy[:, None] * (logs + entropy[:, None])
+    logits.copy_(logs.exp().neg() * weight)
+
+
+def slice_sums(logits: Tensor, inverse: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """([t] largest logit, [t] `rest`, [t] entropy) of logits [t, n], for compilation."""
+    wide = logits.to(inverse.dtype)
+    top = wide.amax(1)
+    logs = (wide - top[:, None]) * inverse
+    shares = logs.exp()
+    total = shares.sum(1)
+    rest = total.log()
+    return top, rest, rest - (shares * logs).sum(1) / total
+
+
+def _inverse(like: Tensor, job: Job) -> Tensor:
+    """One over the temperature, as a tensor, because compiled code is made for each value of a number."""
+    return like.new_full((), 1.0 / job.temperature)
+
+
+def _overwrite_in_chunks(
+    columns: Tensor, job: Job, found: Statistics, of_chosen: Tensor, of_entropy: Tensor | None
+) -> None:
+    """`overwrite_by_gradient` in single operations on a few rows at a time."""
     share = -1.0 if found.share is None else -found.share
     parts = [columns, of_chosen * share]
     if of_entropy is not None:
         assert found.entropy is not None, "got a gradient of the entropy, but no entropy was computed"
         parts += [found.top, found.entropy - found.rest, of_entropy * share]
-    scaled = _Scaled(logits, job, found.chosen.dtype)
+    scaled = _Scaled(columns, job, found.chosen.dtype)
     for out, first, *second in zip(*(part.split(job.rows) for part in parts), strict=True):
         weight = first[:, None]
         logs = scaled(out, second[0] if second else None)
@@ -211,10 +255,6 @@ def _turn_into_gradient(
         torch.mul(part, weight, out=part)
         if part is not out:
             out.copy_(part)
-    if job.part.size:
-        _set_at_targets(
-            grad=columns, targets=targets, part=job.part, found=found, of_chosen=of_chosen, of_entropy=of_entropy
-        )
 
 
 def _set_at_targets(
@@ -293,9 +333,12 @@ def _slice_statistics(
     if not job.part.size:
         none = logits.new_zeros(len(logits), dtype=dtype)
         return torch.full_like(none, -torch.inf), none, none, none
-    top = logits.amax(1).to(dtype)
     here, _ = _local_columns(targets, job.part)
-    return top, *_own_slice(logits, top, job, entropy), logits.gather(1, here[:, None])[:, 0].to(dtype)
+    chosen = logits.gather(1, here[:, None])[:, 0].to(dtype)
+    if can_fuse(logits):
+        return *compile_once(slice_sums)(logits, _inverse(chosen, job)), chosen
+    top = logits.amax(1).to(dtype)
+    return top, *_own_slice(logits, top, job, entropy), chosen
 
 
 def _own_slice(logits: Tensor, top: Tensor, job: Job, entropy: bool) -> tuple[Tensor, Tensor]:

@@ -9,7 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from engine.model import fusion, norm, rotary, swiglu
+from engine.model import fusion, logprobs, norm, rotary, swiglu
 from engine.model.kernels import merged
 from support.attention_cases import results as attention_results
 from support.attention_cases import row_of
@@ -25,7 +25,7 @@ def compiled(monkeypatch):
         called.append(function.__name__)
         return fusion.compile_once(function)
 
-    for module in (merged, norm, rotary, swiglu):
+    for module in (logprobs, merged, norm, rotary, swiglu):
         monkeypatch.setattr(module, "can_fuse", lambda x: True)
         monkeypatch.setattr(module, "compile_once", noted)
     return called
@@ -62,7 +62,15 @@ def sum_and_norm(x):
     return norm.add_to_made(True, False)((normed.cos(), None), stream, 0.0)
 
 
+def scores(x):
+    """Log-probabilities and entropies in three chunks; in the first shape with padding."""
+    weight = drawn(50, x.shape[1])
+    found = logprobs.token_logprobs(x, weight, torch.arange(len(x)), 0.7, vocabulary=50 - len(x) % 2, chunk=4)
+    return torch.stack(found)
+
+
 CASES = {
+    "log-probabilities": (scores, [(9, 24), (12, 24)], ["slice_sums"] * 3 + ["overwrite_by_gradient"] * 3),
     "sum and norm": (sum_and_norm, [(5, 1, 48), (9, 1, 48)], ["sum_and_norm", "sum_and_norm_gradient"]),
     "one prompt": (attention([(5, [3, 7, 1])], [(9, [4, 7, 5])]), [(16, 8, 16), (25, 8, 16)], ["merge_part"]),
     "two prompts": (
