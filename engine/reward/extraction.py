@@ -8,14 +8,11 @@ from __future__ import annotations
 
 import re
 
-_TAIL = 1_000
-"""Number of characters at the end of a response in which a last expression is searched."""
 _REACH = 300
-"""Largest number of characters of a statement."""
+"""Largest number of characters of a statement. A last expression is searched in three times as many."""
 _PHRASES = 20
 """Number of phrases, from the last one, of which one may state an answer."""
 
-_TAG = re.compile(r"(?is)<answer>(.*?)(?:</answer>|\Z)")
 _BRACES = re.compile(r"(?s)\\(?:[bB]oxed|f(?:rame)?box)\s*\{|\\.|[{}]")
 _EMPHASIS = re.compile(
     r"(?<![\w)*])\*\*|\*\*(?![\w(*])|(?<!\w)__|__(?!\w)|`|</?(?:b|i|u|em|strong|p|span|think|s)>|<\|\w{1,20}\|>"
@@ -28,7 +25,7 @@ _BETWEEN = re.compile(rf"{_BLANK}(?:[,;，；、]{_BLANK}(?:{_WORD})?|{_WORD}){_
 # A formula (in "$18 and $2" there is none), how an expression begins, and the words before it that change nothing.
 _FORMULA = (
     r"(?<!\\)\$\$.{1,300}?(?<!\\)\$\$|\\\[.{1,300}?\\\]|\\\(.{1,300}?\\\)|\\begin\{([a-z]{1,20})\}.{0,300}?\\end\{\1\}"
-    r"|(?<![\\$])\$(?![\s$]|\d[\d.,]*(?:\s[^$\n\\]*?[a-zA-Z]{2}|[^$\n]*[-+/*=\s]\$))[^\n$]{1,300}?(?<!\\)\$(?!\d)"
+    r"|(?<![\\$])\$(?![\s$]|\d[\d.,]*(?:\s[^$\n\\]*?[a-zA-Z]{2}|[^$\n]*[-+/*=\s]\$))(?:\\.|[^\n$\\]){1,300}?\$(?!\d)"
 )
 _VALUE = (
     r"[-−–+±]?\s?(?:[$€£¥₹]?\.?\d|\$|\\[a-zA-Z(\[{$]|[(\[{|（](?![^\W\d_]{2})|[√∛π∞∅½-¾]|(?:sqrt|pi|log|sin|cos|tan)\b"
@@ -46,11 +43,13 @@ _FILLED = re.compile(_FILLER)
 _PROSE = re.compile(rf"(?s){_FORMULA}|\\[a-zA-Z]+|(?P<word>\b(?!(?:and|or|sqrt|pi)\b)[^\W\d_]{{2,}}|[:：](?!\d))")
 _TOKEN = re.compile(
     rf"""(?xs){_FORMULA}|(?P<money>(?<!\\)\$)|(?P<end>\n|\.(?!\d)(?!\w\.)|[?;。；？✓✔✅■□]|[!！](?=\s*(?:$|[A-Z一-鿿\n]))
-    |[,，]\s*(?!(?:(?:and|or)\s+)?{_VALUE}|\s|[和或])|\s\((?=not\b|see\b|since|because|i\.e|wrong|or\s[\d.$])|\s[—–-]+\s(?=[^\W\d_]{{2}})|(?<=[A-Z])(?:选?项|:(?=\s))
-    |[,，\s]*(?:\b(?:(?:and|but)\s+)?not\b|而?不是|而非|因为|所以|\b(?:because|since|(?<!or\s)so|but|whereas|which|rather\s+than
-    |instead\s+of|altogether|every|each|an?\s(?:day|week|month|year|hour)|in\s(?:total|all)|at\sthe(?!\s(?:most|least))
-    |for\s(?:both|each|all)|of\s(?:them|these|those)|as\s(?:the|our|my|required)|(?:left|remaining)(?=\s*[.,;\n]|\s*$)
-    |(?<=[a-z]\s)(?:that|who|in|on|from|with|at|for|to)(?=\s[a-z]{{2}}))\b))|\\?."""
+    |[,，]\s*(?!(?:(?:and|or)\s+)?{_VALUE}|\\!|\s|[和或])|\s[—–-]+\s(?=[^\W\d_]{{2}})|(?<=[A-Z])(?:选?项|:(?=\s))
+    |\s\((?=not\b|see\b|since|because|i\.e|wrong|or\s[\d.$])|[,，\s]*(?:\b(?:(?:and|but)\s+)?not\b|而?不是|而非|因为|所以
+    |\b(?:because|since|(?<!or\s)so|but|whereas|which|rather\s+than|instead\s+of|altogether|every|each|in\s(?:total|all)
+    |an?\s(?:day|week|month|year|hour)|at\sthe(?!\s(?:most|least))|for\s(?:both|each|all)|of\s(?:them|these|those)
+    |as\s(?:the|our|my)|(?:left|remaining)(?=\s*(?:[.,;\n]|$|in\b|on\b|for\b))|(?P<context>(?<=[a-z%]\s)(?:old
+    |per\s(?:day|week|month|year)|(?:that|who|of|in|on|from|with|at|for|to|between|before|after)(?=\s[a-z]{{2}}))
+    |(?<=\d\s)for\s(?=the|his|her|their)))\b))|\\?."""
 )
 _LEAD = re.compile(
     rf"""(?x)[^\d$\\.?!;\n]*?(?:\b(?:is|are|was|were|that|has|have|had|makes?|made|costs?|needs?|gets?|got|pays?|paid|earns?
@@ -71,14 +70,16 @@ _SAID = re.compile(
     (?:\w{1,20}\s{1,9}){0,3}?(?:(?:最终|正确|所求|本题)的?)?(?:answers?\b|答案)(?!\s{0,9}(?:[:：=]|is\b|are\b|[是为]))
     |(?:(?<=\b(?-i:[A-H]))|(?<=\b(?-i:[A-H])\)))\sis\s(?:the\s)?(?:correct|right)\b(?:\s(?:one|option|choice))?"""
 )
-_SENTENCE = re.compile(r"\n|[.!](?=\s)|[?;。；？！]")
+_SENTENCE = re.compile(r"\n|(?<!\\)[.!](?=\s)|[?;。；？！]")
 _CLAUSE = re.compile(rf"(?i){_SENTENCE.pattern}|[,:，：]|\b(?:so|thus|hence|therefore|then|because|since)\b")
 # What makes a statement none: before it in its clause, behind it; and what makes a last expression none.
 _DOUBT = re.compile(
-    r"""(?ix)\b(?:not|cannot|never|nobody|neither|if|unless|suppos\w+|assum\w+|would|could|might|may|whether|false|wrong
-    |incorrect|doubt|claim\w*|says|said|maybe|perhaps|possib\w+|guess\w*|i?s\sno|reject\w*|exclud\w*|discard\w*|(?:first|initial|previous|tempting)\s(?:\w+\s)?answer)\b|n't\b
-    |不|假设|如果|若|可能|也许|吗|(?:\b(?:least|most|than|between|over|under|above|below|up\sto|half|twice|negative|minus|(?<!total\s)of|by
-    |from|to|nor|except|but|without|base|modulo)|[大小多少]于)\s*$"""
+    r"""(?ix)\b(?:not|cannot|never|nobody|neither|if|unless|suppos\w+|assum\w+|would\s(?:be|say)|could|might|may|whether
+    |false|wrong|incorrect|doubt|claim\w*|says|said|maybe|perhaps|possib\w+|guess\w*|i?s\sno|reject\w*|exclud\w*|discard\w*
+    |(?:first|initial|previous|tempting)\s(?:\w+\s)?answer)\b|n't\b|不|假设|如果|若|可能|也许|吗
+    |(?:\b(?:least|most|than|between|over|under|above|below|up\sto|half|twice|negative|minus|by|from|to|nor|except|but
+    |without|base|modulo|(?:roots?|squares?|cube|reciprocal|inverse|opposite|half|multiples?|factors?|out|instead|power
+    |\w+ths?)\sof)|[大小多少]于)\s*$"""
 )
 _REFUTED = re.compile(
     r"""(?ix)[^\w?？]*[?？吗]|[\W]*(?:but\s|and\s)?(?:(?:wait|hmm|actually|oops|sorry)\b|no[,.:!]|(?:(?:which|that|this|it)
@@ -107,7 +108,7 @@ def stated_answers(text: str) -> list[str]:
         return []
     plain = _EMPHASIS.sub("", text)
     found = [boxed, _stated(plain) if closed or "<think>" not in text else None]
-    for tag in _TAG.findall(plain)[-1:]:
+    for tag in re.findall(r"(?is)<answer>(.*?)(?:</answer>|\Z)", plain)[-1:]:
         found.insert(1, (_stated(tag) if _SENTENCE.search(tag.strip()) else _statement(tag, 0)[0]) or tag)
     return list(dict.fromkeys(each.strip() for each in found if each is not None))
 
@@ -184,7 +185,7 @@ def _clause(text: str, start: int, end: int = _REACH) -> tuple[str, int]:
     for token in _TOKEN.finditer(text, start, end):
         sign = " " if token["end"] or len(token[0]) > 2 else token[0][-1]
         depth += (sign in "([{（") - (sign in ")]}）")
-        if depth < 0 or (token["end"] and not depth and (found or not token["end"].strip().isalpha())):
+        if depth < 0 or (token["end"] and not depth and (re.search(r"\d", found) if token["context"] else found)):
             break
         start = token.end()
         found += "\\$" if token["money"] else token[0]
@@ -195,7 +196,7 @@ def _last_expression(text: str) -> str | None:
     """What the last sentence with a value ends with: a list or an equation, else what math-verify reads."""
     from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig, get_extraction_regexes  # slow to import
 
-    text = re.sub(r"[^.!?？。\n]*[?？]", "", _PROSE.sub(lambda found: found[0].replace("\n", " "), text[-_TAIL:]))
+    text = re.sub(r"[^.!?？。\n]*[?？]", "", _PROSE.sub(lambda found: found[0].replace("\n", " "), text[-3 * _REACH :]))
     kinds = get_extraction_regexes((LatexExtractionConfig(), ExprExtractionConfig()))
     patterns = [pattern for patterns, _ in kinds for pattern, priority in patterns if priority == 300]  # of no phrase
     for sentence in [] if _REFUSED.search(text[-_REACH:]) else reversed(_SENTENCE.split(text)):

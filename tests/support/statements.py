@@ -1,6 +1,10 @@
 """Gold answers and whole responses without a box, that state them or another answer."""
 
 _RIGHT = {
+    "70000": ["He increased the value by 80,000*1.5=120,000\nSo he made a profit of 200,000-130,000=$70,000"],
+    "20": ["In the afternoon, then, the final meal would require 60-15-25=20 cups of chicken feed."],
+    "64": ["So in total Kylar needs to pay 24 + 40 = $64 for the glasses he wants to buy."],
+    r"\$32,\!348": [r"The answer is $\$32,\!348$.", r"Thus $\$32,\!348$ is the answer."],
     "1234": ["### Final Answer\n\nThe company made **$1,234.00** in total."],
     "72": ["The answer is: Natalia sold 72 clips altogether in April and May."],
     "6": ["The answer is 5? No, it is 6.", "The answer is 5. Actually, it is 6.", "Final answer: 5\n\nCorrection: 6"]
