@@ -47,6 +47,7 @@ from engine.run.commands import (
     trainer_environment,
 )
 from engine.run.disk import named_disk_errors, raise_limit
+from engine.run.divergence import find_divergence
 from engine.run.event_stream import EventWriter
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
@@ -102,7 +103,7 @@ def launch_run(
         except Exception as error:
             reserve.close()  # failure.json is written although no further file could be opened
             if isinstance(error, WeightSyncError | RatioGapError):
-                error.args = (f"{error}{_last_update(folder)}",)
+                error.args = (_explained(folder, str(error)),)
             if isinstance(error, MetronomeError):
                 folder.write_failure(error)
                 raise
@@ -130,15 +131,17 @@ def _entered(config: Config, folder: RunFolder, resume: bool, attempt: int) -> I
         yield
 
 
-def _last_update(folder: RunFolder) -> str:
-    """The figures of the last step, which show whether training diverges: then numerics differ, too. "" if there is no
-    step."""
+def _explained(folder: RunFolder, error: str) -> str:
+    """The error of numerics that differ. First that training has diverged, if the steps show it: numerics differ then,
+    too. Otherwise at its end the figures of the last step."""
     rows = list(read_lines(folder.steps))
+    if told := find_divergence(rows).describe():
+        return f"{told}. Then {error}"
     if not rows:
-        return ""
+        return error
     return (
-        f"; or training diverges: the update of step {rows[-1]['step']} had loss {rows[-1]['loss']:.3g}, grad_norm "
-        f"{rows[-1]['grad_norm']:.3g} and learning rate {rows[-1]['learning_rate']:.3g}"
+        f"{error}; or training diverges: the update of step {rows[-1]['step']} had loss {rows[-1]['loss']:.3g}, "
+        f"grad_norm {rows[-1]['grad_norm']:.3g} and learning rate {rows[-1]['learning_rate']:.3g}"
     )
 
 

@@ -25,6 +25,7 @@ from engine.orchestrator.rollout_service import RolloutService
 from engine.orchestrator.run_state import RunState
 from engine.orchestrator.stages import stages_of
 from engine.orchestrator.steps import Steps
+from engine.run.divergence import Divergence
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.run.trace import Trace
@@ -74,6 +75,7 @@ class Plane:
         self._schedule = Schedule.of(config.train, config.rollout.partial)
         self.steps = Steps(stages_of(config, None if trains else config.train.timeout_s), store)
         self.trainer_error: MetronomeError | None = None
+        self._divergence = Divergence()
         self.last: dict[str, Any] = {}
         """The report of the last finished step, with the keys of steps.jsonl; empty before the first."""
         self._is_ready = False
@@ -353,6 +355,8 @@ class Plane:
         )
         self.folder.add_step(report)
         self.last = dataclasses.asdict(report)
+        if self._divergence.add(self.last) and self.service is not None:
+            self.service.notices.happened("warning", "divergence", self._divergence.describe())
         if step == 0 and report.reward_timeouts == self.config.train.prompts_per_step * self.config.rollout.group_size:
             limit = self.config.reward.timeout_s
             message = (

@@ -11,6 +11,8 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any, Literal
 
+from engine.run.divergence import find_divergence, spoilt_checkpoints
+from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.run.lock import is_held
 from engine.run.logs import last_message
@@ -90,12 +92,16 @@ def why_ended(folder: RunFolder) -> tuple[str, str]:
 
 def resume_command(folder: RunFolder, command: str = "") -> str:
     """The command that continues a run, from any folder. `command`: run or train; "": the one that the run began
-    with."""
+    with. A diverged one continues from before that, at a tenth of its learning rate."""
     command = command or ("run" if read_run(folder.path).flow_run else "train")
     path = folder.path.absolute()
-    sets = (f"run.name={path.name}", f"run.output={path.parent}")
+    sets = [f"run.name={path.name}", f"run.output={path.parent}"]
+    found = find_divergence(read_lines(folder.steps))
+    sets += [f"train.learning_rate={found.rate / 10:g}"] if found.step is not None else []
     program = Path(sys.executable).with_name("metronome")
-    return shlex.join([str(program), command, "--resume", *(part for one in sets for part in ("--set", one))])
+    spoilt = [str(one.absolute()) for one in spoilt_checkpoints(folder)]
+    first = f"{shlex.join(['rm', '-r', *spoilt])} && " if spoilt else ""
+    return first + shlex.join([str(program), command, "--resume", *(part for one in sets for part in ("--set", one))])
 
 
 def _completed(folder: RunFolder, run: RunFile, done: int, total: int) -> Word | None:

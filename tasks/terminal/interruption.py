@@ -13,7 +13,8 @@ from types import FrameType
 
 from engine.config import Config
 from engine.errors import counted
-from engine.run.checkpoint_files import DAMAGED, latest_checkpoint, step_of
+from engine.run.checkpoint_files import DAMAGED, all_complete, latest_checkpoint, step_of
+from engine.run.divergence import spoilt_checkpoints
 from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.run.run_status import resume_command
@@ -122,13 +123,15 @@ def how_on() -> str:
     folder = RunFolder(config.folder)
     if not folder.config.exists():
         return ""
-    checkpoint = latest_checkpoint(folder.checkpoints)
-    if checkpoint is not None:
-        saved = f"{checkpoint}, after {step_of(checkpoint):,} of {counted(config.train.steps, 'step')}"
+    spoilt = spoilt_checkpoints(folder)
+    whole = [one for one in all_complete(folder.checkpoints) if one not in spoilt]
+    before = " before it diverged" if spoilt else ""
+    if whole:
+        saved = f"{whole[-1]}, after {step_of(whole[-1]):,} of {counted(config.train.steps, 'step')}{before}"
     elif any(folder.checkpoints.glob(f"{DAMAGED}*")):
         saved = "no whole checkpoint: without the damaged ones training starts again at its first step"
     else:
-        saved = "no checkpoint yet: training starts again at its first step"
+        saved = f"no checkpoint{before or ' yet'}: training starts again at its first step"
     return (
         f"\n  saved       {saved}\n  resume      {resume_command(folder, command)}\n  log         "
         f"{log if (log := folder.logs / 'orchestrator.log').exists() else folder.logs}"

@@ -16,6 +16,7 @@ from engine.orchestrator.steps import Steps
 from engine.run.checkpoint_files import is_complete, latest_checkpoint, step_of
 from engine.run.files import read_lines
 from engine.wire.columns import RESPONSES, open_group
+from support.commands import metronome, sets
 from support.faulty_weights import corrupt, skip
 from support.runs import ROOT, Tree, config_of, launch, send, wait_for
 from support.whole_runs import orchestrating, run, steps
@@ -52,6 +53,19 @@ def test_weights_that_are_not_the_steps_are_caught(settings, monkeypatch, case):
     with pytest.raises(error, match=said):
         launch_here(config)
     assert_stopped_after_step_0(config.folder)
+
+
+@pytest.mark.slow
+def test_a_rate_that_destroys_the_policy_is_named_first(tmp_path):
+    """In the notices, and in the error of whatever breaks down by it; nobody is told to start another instance."""
+    keys = ["train.learning_rate=1", "train.steps=12", "train.prompts_per_step=8", "run.name=far"]
+    told = metronome("train", "infra/recipes/quickstart.toml", *sets(f"run.output={tmp_path}", *keys))[1]
+    first = "training diverged: lower train.learning_rate (1)"
+    assert re.search(rf"^warning +{re.escape(first)}; at step \d+: reward 0\.\d+ → 0", told, re.MULTILINE), told
+    assert "Start one with" not in told
+    if "error: " in told:
+        assert f"error: {first}" in told
+        assert "no checkpoint before it diverged" in told
 
 
 def assert_stopped_after_step_0(folder):

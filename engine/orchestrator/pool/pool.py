@@ -20,7 +20,7 @@ from typing import TypeVar
 import aiohttp
 
 from engine.config import Config
-from engine.errors import BadInput, MetronomeError, ProcessDied, counted
+from engine.errors import BadInput, MetronomeError, ProcessDied, WeightSyncError, counted
 from engine.model.shape import check_content
 from engine.orchestrator.pool.instance import FAILURES, SILENCES, WORKING, Instance, Place, soonest_instance
 from engine.orchestrator.pool.instance_client import Abandoned, BrokenReply, InstanceClient
@@ -128,6 +128,8 @@ class Pool:
         """In an evaluation: the `content_hash` of the model, which instances that join or start again must have."""
         self.failure: MetronomeError | None = None
         """Why the pool gave up, which it does when no instance has lived for longer than `patience`; else None."""
+        self._differs = False
+        """Whether the last instance that failed had other weights or numerics than the trainer."""
         self.needed = needed
         self.lived = False
         """Whether any instance has ever lived. A declared instance counts once it serves, any other once it has
@@ -282,6 +284,7 @@ class Pool:
         silent = isinstance(error, Abandoned)
         if instance.state == "out" and not silent:
             return
+        self._differs = isinstance(error, WeightSyncError)
         if not silent:
             self.exclude_instance(instance, str(error))
         if instance.state != "gone" and instance.record_left_out(silent):
@@ -425,11 +428,12 @@ class Pool:
         return self.config.rollout.patience(self.lived, self._loading_s)
 
     def say_waits(self) -> None:
-        """Report that there is no instance, how long the run waits for one, and how to start one that joins."""
+        """Report that there is no instance, how long the run waits for one, and how to start one that joins. Another
+        one would not help against weights that differ."""
         limit, key = self.patience
         one = "an instance" if self.lived else "the first instance"
         since = "" if self.needed() else ", counted from when the trainer has loaded its models"
-        how = f". Start one with: {self.how_to_join}" if self.how_to_join else ""
+        how = f". Start one with: {self.how_to_join}" if self.how_to_join and not self._differs else ""
         self._say("waits", f"the run waits for {one}, for up to {limit:g} s ({key}){since}{how}")
 
     def all_gone(self) -> ProcessDied:

@@ -1,5 +1,7 @@
 """Signals of a command's process."""
 
+import json
+import re
 import signal
 import subprocess
 import sys
@@ -8,6 +10,7 @@ import time
 import pytest
 
 from engine.config import Config
+from engine.run.files import seal
 from engine.run.folder import RunFolder
 from support.runs import ROOT
 from tasks.terminal import interruption
@@ -71,3 +74,44 @@ def test_what_a_run_without_a_whole_checkpoint_has_saved(tmp_path, monkeypatch, 
     folder.config.parent.mkdir(parents=True, exist_ok=True)
     folder.config.touch()
     assert f"saved       {saved}" in interruption.how_on()
+
+
+@pytest.mark.parametrize(("steps", "saved"), [((1, 2, 3), 1), ((2, 3), None)])
+def test_a_diverged_run_goes_on_from_a_checkpoint_from_before(tmp_path, monkeypatch, steps, saved):
+    """The weights of step 2 are spoilt, which the update after step 1 made."""
+    config = Config(run={"output": str(tmp_path), "name": "night"})
+    folder = RunFolder(config.folder)
+    folder.path.mkdir(parents=True)
+    folder.config.touch()
+    rewards = [0.4, 0.5, 0.0, 0.0]
+    rows = [{**figures(reward), "step": step, "kl": step * 0.6} for step, reward in enumerate(rewards)]
+    folder.steps.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    for step in steps:
+        a_checkpoint(folder, step)
+    monkeypatch.setattr(interruption._command, "run", (config, "run"))
+    told = interruption.how_on()
+    if saved is None:
+        assert "no checkpoint before it diverged: training starts again at its first step" in told
+    else:
+        assert re.search(r"step-000001, after 1 of \d+ steps before it diverged", told)
+    resume = next(line for line in told.splitlines() if line.startswith("  resume "))
+    assert re.search(r"rm -r \S*step-000002 \S*step-000003 && .*--resume .*--set train.learning_rate=0.1$", resume)
+
+
+def figures(reward):
+    return {
+        "reward_mean": reward,
+        "entropy": 0.1,
+        "loss": 0.1,
+        "grad_norm": 0.1,
+        "old_ratio_max": 1.0,
+        "learning_rate": 1.0,
+    }
+
+
+def a_checkpoint(folder, step):
+    there = folder.checkpoints / f"step-{step:06}"
+    there.mkdir(parents=True)
+    (there / "state.json").write_text("{}")
+    marker = {"step": step, "run": "0" * 32, "files": {"state.json": 2}}
+    (there / "_SUCCESS.json").write_text(json.dumps(seal(marker)))
