@@ -40,15 +40,16 @@ class Divergence:
         """Take a line of steps.jsonl; returns whether this one is the first that shows it."""
         if self.step is not None:
             return False
-        reward = row["reward_mean"]
-        self.rate = max(self.rate, row["learning_rate"])
-        self._entropy = self._entropy or row["entropy"]
-        wrong = [f"{name} {row[name]}" for name in ("loss", "grad_norm") if not math.isfinite(row[name])]
+        reward = _figure(row, "reward_mean")
+        entropy = _figure(row, "entropy")
+        self.rate = max(self.rate, _figure(row, "learning_rate"))
+        self._entropy = self._entropy or entropy
+        wrong = [f"{name} {row[name]}" for name in ("loss", "grad_norm") if not math.isfinite(_figure(row, name))]
         if wrong or reward < LOST * self._best:
             far = (("kl", FAR_KL), ("old_ratio_max", FAR_RATIO), ("max_ratio_gap", FAR_GAP))
-            signs = [f"{name} {row[name]:.3g}" for name, limit in far if (row.get(name) or 0.0) > limit]
-            if row["entropy"] < GONE * self._entropy:
-                signs.append(f"entropy {self._entropy:.3g} → {row['entropy']:.3g}")
+            signs = [f"{name} {row[name]:.3g}" for name, limit in far if _figure(row, name) > limit]
+            if entropy < GONE * self._entropy:
+                signs.append(f"entropy {self._entropy:.3g} → {entropy:.3g}")
             if wrong or signs:
                 self.step = row["step"]
                 self._text = ", ".join([*wrong, f"reward {self._best:.3g} → {reward:.3g}", *signs])
@@ -60,6 +61,12 @@ class Divergence:
         if self.step is None:
             return ""
         return f"training diverged: lower train.learning_rate ({self.rate:g}); at step {self.step}: {self._text}"
+
+
+def _figure(row: Mapping[str, Any], name: str) -> float:
+    """A figure of a step, which another trainer may not have, or a torn line."""
+    found = row.get(name)
+    return float(found) if isinstance(found, int | float) else 0.0
 
 
 def find_divergence(rows: Iterable[Mapping[str, Any]]) -> Divergence:
