@@ -210,12 +210,10 @@ SAME = {
         ("1<x<3", "(1,3)"),
         (r"x\in(1,3)", "1<x<3"),
         ("x>=2", r"x\ge 2"),
-        (r"x\le4", r"2x\le 8"),
         ("2<x", "x>2"),
         (r"\frac{14}{3}", r"x=\frac{14}{3}\approx4.67"),
         ("y=(x+1)^2=x^2+2x+1", "x^2+2x+1"),
         ("49x^2-42xy+9y^2-222x-54y+603=0", "(7x-3y)^2=222x+54y-603"),
-        (r"s^2\le 8r^2", r"8r^2-s^2\ge0"),
     ],
     "options": [
         ("A", r"\textbf{(A)}\ 12"),
@@ -442,6 +440,8 @@ LISTED = [
 """Answers, and responses that state them."""
 
 NOT_READ = [
+    (r"x\le4", r"2x\le 8"),
+    (r"s^2\le 8r^2", r"8r^2-s^2\ge0"),
     (r"\{x|x>0.5 \text{ and } x<0.6\}", r"\{x|x>50\% \text{ and } x<0.6\}"),
     (r"\{x|x>\sqrt4 \text{ and } x<1\}", r"\{x|x>2 \text{ and } x<1\}"),
     ("a<b and b<c", "a<b<c"),

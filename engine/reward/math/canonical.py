@@ -9,7 +9,6 @@ from functools import lru_cache
 from itertools import accumulate
 
 AND = re.compile(r",?\s*\\text\{,? ?(and|or)\}\s*|;")
-"""What joins entries, except for a comma."""
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 _LAYOUT = re.compile(
     r"\\(?:left|right|middle|[bB]igg?[lrm]?|(?:display|text|script|scriptscript)style|(?:no)?limits|q?quad|rm|bf|it|sf|tt"
@@ -17,12 +16,10 @@ _LAYOUT = re.compile(
     r"|(?<!\\)\\[!,;:> /]|~|\\(?:[hv]space\*?|[hv]?phantom|color|label|tag)\s*\{[^{}]*\}"
     r"|\\(?:textcolor\s*\{[^{}]*\}|underline|uline)\s*(?=\{)|\\(?:boxed|fbox|framebox)\s*"
 )
-"""Commands that only space, size, colour or frame what they stand before."""
 _STARTS = re.compile(
     r"(?:\s|=|\\(?:approx|Rightarrow|implies|therefore)(?![a-zA-Z])|\\text\s*\{[^{}]*\b[aA]nswer(?: is)?\s*:?\s*\})+"
 )
 _ENDS = re.compile(r"(?:\\(?:[,;:!\\\s]|text\s*\{[\s.,;:]*\}|$)|[,;\s]|(?<!\.)\.)+$")
-"""What may stand around an answer without being part of it."""
 _WHOLE = re.compile(
     r"\*\*([^*]+)\*\*|(\d+)\s*(?:\^\s*\{?)?(?:\\(?:text|mathrm)\s*\{)?\s*(?:st|nd|rd|th)\s*\}{0,2}"
     r"|(?:\\text\s*\{)?\s*(?:[oO]ption|[cC]hoice)\s+\(?([A-Z])\)?\s*\}?"
@@ -30,7 +27,6 @@ _WHOLE = re.compile(
 """Strong type, an ordinal number, the letter of an option: the group is the answer."""
 _NO_SOLUTION = re.compile(r"(?:\\text\s*\{)?\s*(?:there (?:is|are) )?no (?:real )?solutions?\s*\}?|无解", re.IGNORECASE)
 _SYSTEM = re.compile(r"\\begin\{(cases|array|aligned)\}(?:\{[lcr]\})?([^&]*)\\end\{\1\}")
-"""Equations below each other."""
 _TEXT = re.compile(r"\\(?:[mh]box|emph|text(?:normal|rm|bf|it|sf|tt|sc|sl|up|md))(?=\s*\{)")
 _NESTED = re.compile(r"(\\text\s*\{[^{}]*)\\text\s*\{([^{}]*)\}")
 _FONT = re.compile(

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from engine.reward.math.answers import tidy_answer
 from engine.reward.math.canonical import AND, canonical_latex, is_closed, split_parts
-from engine.reward.math.formulas import LONGEST, Candidate, constant, same_formula, same_relation, values_near
+from engine.reward.math.formulas import LONGEST, Candidate, same_equation, same_formula, values_near
 from engine.reward.math.quantities import read_quantity
 from engine.reward.math.sets import MOST, NAME, bracketed, real_set, relation
 
@@ -90,6 +90,8 @@ def _structure(text: str, depth: int) -> Answer | None:
         found = read(_spread(entries))
         is_value = len(found) == 1 and found[0].reals is None  # {5} is typed for 5
         return found[0] if is_value else Answer("set" if brackets == "\\{\\}" else "tuple", text, found, brackets)
+    if text[:1] + text[-1:] == "()" and is_closed(text[1:-1]) and "=" in text:
+        return read([text[1:-1]])[0]
     if matrix := _MATRIX.fullmatch(text):
         rows = [row.split("&") for row in matrix[2].split("\\\\") if row.strip()]
         return Answer("matrix", text, read(sum(rows, [])), str([*map(len, rows)]))
@@ -122,25 +124,18 @@ def _assigned(text: str, names: list[str], values: Sequence[Answer]) -> Answer:
 
 
 def _equation(text: str, depth: int) -> Answer | None:
-    """x = 5, 2 + 3 = 5 and 14/3 \\approx 4.67 state a value; x + y = 2 is an equation; 3 = 5 = x is text."""
-    sides = split_parts(text, "=", "\\approx", "\\in")
-    if not 1 < len(sides) <= MOST:
-        return None
+    """x = 5, 2 + 3 = 5 and 14/3 \\approx 4.67 state a value, the first; x + y = 2 is an equation; 3 = 5 = x is text."""
+    first, *nearly = split_parts(text, "\\approx")
+    exact = f"{first}={nearly[0]}" if nearly and NAME.fullmatch(first) else first
+    sides = split_parts(exact, "=", "\\in")
+    if len(sides) == 1:
+        return _read(exact, depth - 1) if nearly else None
     names = [side for side in sides if NAME.fullmatch(side)]
-    values = [_read(side, depth - 1) for side in sides if side not in names]
-    if values and all(_agree(*pair, "\\approx" in text) for pair in pairwise(values)):
+    values = [_read(side, depth - 1) for side in sides[:MOST] if side not in names]
+    if values and all(_same(*pair) for pair in pairwise(values)) and len(sides) <= MOST:
         return replace(values[0], name=values[0].name or "".join(names[:1]))
     parts = [Answer("formula", side) for side in sides]
     return Answer("equation" if len(split_parts(text, "=")) == len(sides) == 2 else "text", text, parts)
-
-
-def _agree(one: Answer, other: Answer, nearly: bool) -> bool:
-    """Whether two sides of an equation are consistent: a decimal, or with `nearly` any number, may be rounded."""
-    rounded = [each.text for each in (one, other) if "." in each.text or (nearly and each.text.isdigit())]
-    ours, theirs = (constant(each.text) if each.value is None else each.value for each in (one, other))
-    if ours is None or theirs is None or not rounded or _same(one, other):
-        return _same(one, other)
-    return abs(ours - theirs) * 2 * 10 ** min(len(text.partition(".")[2]) for text in rounded) <= 1
 
 
 def _single(text: str, depth: int) -> Answer:
@@ -171,7 +166,7 @@ def _same(one: Answer, other: Answer) -> bool:
     differ = bool(first.name and second.name and first.name != second.name)
     if "equation" in (first.kind, second.kind) or (differ and {first.kind, second.kind} <= {"number", "formula"}):
         sides = [[part.text for part in each.parts] or [each.name, each.text] for each in (first, second)]
-        return all(map(all, sides)) and bool(same_relation(*sides, False))
+        return all(map(all, sides)) and bool(same_equation(*sides))
     if differ or (first.unit and second.unit and first.unit != second.unit):
         return False
     if first.text == second.text:
@@ -198,11 +193,8 @@ def _same(one: Answer, other: Answer) -> bool:
         case ("assigned", "list" | "tuple") | ("list", "tuple"):
             is_plain = first.mark != "or" and second.mark in ("", "()") and not second.name
             return is_plain and _in_order([replace(each, name="") for each in first.parts], second.parts)
-        case "relation", "relation" if first.mark == second.mark:
-            sides = [[part.text for part in each.parts] for each in (first, second)]
-            if len(first.parts) == 2:
-                return sides[0] == sides[1] or bool(same_relation(*sides, first.mark != "\\ne"))
-            return _in_order(*both)
+        case "relation", "relation":  # the square of a root isn't what it is a root of where that is negative
+            return first.mark == second.mark and "sqrt" not in first.text + second.text and _in_order(*both)
         case ("assigned", "assigned") | ("tuple", "tuple") | ("matrix", "matrix"):
             return first.mark == second.mark and _in_order(*both)
     return False

@@ -76,19 +76,18 @@ def same_formula(one: str, other: str) -> bool:
 
 
 @_provable
-def same_relation(one: list[str], other: list[str], is_ordered: bool) -> bool:
-    """Whether two equations have the same two sides, or state multiples of one polynomial: 2x = 8 and 4 = x. With
-    `is_ordered` the left sides are the smaller ones, and the factor must be positive."""
-    is_same = any(all(map(same_formula, one, pair)) for pair in (other, other[::-1])[: 2 - is_ordered])
-    if is_same or not all(_parse(side).is_polynomial() for side in (*one, *other)):
-        return is_same and not (is_ordered and "sqrt" in "".join(one + other))  # a multiple may have other solutions
+def same_equation(one: list[str], other: list[str]) -> bool:
+    """Whether two equations have the same two sides, or state multiples of one polynomial: 2x = 8 and 4 = x."""
+    if any(all(map(same_formula, one, pair)) for pair in (other, other[::-1])):
+        return True
+    if not all(_parse(side).is_polynomial() for side in (*one, *other)):  # a multiple may have other solutions
+        return False
     ours, theirs = (_terms(read_formula(left) - read_formula(right)) for left, right in (one, other))
     if ours.keys() != theirs.keys() or all(term.is_number for term in ours):
         return False
     pairs = [(ours[term], theirs[term]) for term in ours]
     mine, yours = pairs[0]
-    is_multiple = _same_letters("+".join(one), "+".join(other)) and all(_same(a * yours, b * mine) for a, b in pairs)
-    return is_multiple and (not is_ordered or bool(_values(mine * yours)[0] > 0))
+    return _same_letters("+".join(one), "+".join(other)) and all(_same(a * yours, b * mine) for a, b in pairs)
 
 
 @_provable
