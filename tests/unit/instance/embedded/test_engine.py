@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from engine.config import Config
-from engine.instance.embedded.engine import SamplingRequest
+from engine.instance.embedded.engine import Conflict, SamplingRequest
 from engine.instance.protocol import Sampling
 from engine.model.shape import read_shape
 from engine.run.memory import instance_need
@@ -290,3 +290,30 @@ def test_a_response_that_was_cut_goes_on_in_its_stream(folder):
         second = cut.finish()[1]
         assert (second.finish_reason, first.token_ids + second.token_ids) == ("length", uncut.token_ids)
         assert first.logprobs + second.logprobs == pytest.approx(uncut.logprobs, abs=1e-5)
+
+
+def test_a_response_may_fill_the_context(engine):
+    sent = Sent(engine)
+    sent.send(max_tokens=48 - len(PROMPT))
+    sent.send(range(47), max_tokens=1)
+    first, second = sent.finish()
+    assert (len(first.token_ids), first.finish_reason) == (43, "length")
+    assert (len(second.token_ids), second.finish_reason) == (1, "length")
+
+
+def test_pause_and_wait_drains_but_admits_nothing(engine):
+    sent = Sent(engine)
+    idle = []
+    for _ in range(6):
+        sent.send(max_tokens=5)
+    engine.step()
+    engine.pause(abort=False, done=lambda: idle.append(True))
+    with pytest.raises(Conflict, match="4 responses are still draining"):
+        engine.resume()
+    while engine.busy:
+        assert idle == []
+        engine.step()
+    assert idle == [True]
+    assert engine.load()["waiting"] == 2
+    engine.resume()
+    assert [len(result.token_ids) for result in sent.finish()] == [5] * 6

@@ -97,3 +97,21 @@ def test_requests_that_wait_while_an_update_fails_half_way_end(engine, other_fol
     with pytest.raises(BadInput):
         engine.update([("nowhere", torch.zeros(1))])
     assert [result.finish_reason for result in sent.results.values()] == ["abort"]
+
+
+def test_an_update_bucket_by_bucket_must_bring_every_parameter_exactly_once(engine, other_folder):
+    tensors = tensors_in(other_folder)
+    engine.pause(abort=True, done=lambda: None)
+    engine.start_update()
+    engine.update(tensors[:7])
+    with pytest.raises(Conflict, match=r"\d+ tensor\(s\) missing"):
+        engine.finish_update(1)
+    engine.update(tensors[7:])
+    engine.finish_update(1)
+    engine.start_update()
+    with pytest.raises(BadInput, match="was sent twice"):
+        engine.update([*tensors, tensors[3]])
+    engine.start_update()
+    engine.update(tensors[:1])
+    with pytest.raises(BadInput, match="was sent twice"):
+        engine.update(tensors)
