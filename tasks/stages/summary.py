@@ -86,12 +86,11 @@ def _stability(steps: list[JsonObject], low: str) -> dict[str, str]:
 
 
 def bound_rows(folder: Path) -> dict[str, str]:
-    """A row that says what the steps were bound by and which setting is predicted to be faster; no row if the run is
-    too short to tell."""
-    from engine.tools.planner.planning import run_advice  # imports torch, which takes seconds
+    """A row that says what the steps were bound by and what helps against it; none if the run is too short to tell."""
+    from engine.tools.planner.calibration import describe_bound  # imports torch, which takes seconds
 
     try:
-        return {"bound by": run_advice(folder)}
+        return {"bound by": describe_bound(folder)}
     except BadInput:
         return {}
 

@@ -237,7 +237,40 @@ def _busy(spans: Sequence[Span], zero: float) -> _Integral:
     return _Integral(starts, ends, ones, ones)
 
 
-def reward_share(run: MeasuredRun) -> float:
+LAST_STEPS = 10
+"""Number of last steps that say what a run was bound by."""
+LONG_TAIL = 0.25
+"""Share of the tokens in the longest tenth of responses above which they are long-tailed. It is 0.1 if all are equally
+long, 0.19 if lengths are spread evenly from 0 to their maximum, 0.33 if they are exponential."""
+BOUNDS = {
+    "rollout": "more instances on further devices help",
+    "rewards": "a faster reward, more reward.workers or a shorter reward.timeout_s helps",
+    "training": "more devices for training help (parallel.data)",
+    "weight syncs and updates": "larger steps help (train.prompts_per_step)",
+}
+"""What bounds a step, and what helps against it."""
+FEW_LONG = "few long responses, so more instances help little: shorten the longest (docs/concepts.md)"
+
+
+def describe_bound(folder: Path) -> str:
+    """What the last steps of a run were bound by, and what helps against it. For rollouts this is verl's guideline for
+    one step off: more instances do not help if few long responses are what the trainer waits for. Raises BadInput for a
+    run that is too short to tell."""
+    run = read_run(folder, LAST_STEPS)
+    spent = {
+        key: sum(line[key] for line in run.steps) for key in ("wait_s", "train_s", "sync_s", "check_s", "update_s")
+    }
+    rewards = spent["wait_s"] * _reward_share(run)
+    rest = spent["sync_s"] + spent["check_s"] + spent["update_s"]
+    shares = dict(zip(BOUNDS, (spent["wait_s"] - rewards, rewards, spent["train_s"], rest), strict=True))
+    bound = max(shares, key=lambda name: shares[name])
+    long = fmean(line.get("response_length_tail", 0.0) for line in run.steps) > LONG_TAIL
+    share = shares[bound] / sum(line["step_s"] for line in run.steps)
+    helps = FEW_LONG if bound == "rollout" and long else BOUNDS[bound]
+    return f"{bound} ({share:.0%} of a step): {helps}; metronome plan --from {folder} predicts other settings"
+
+
+def _reward_share(run: MeasuredRun) -> float:
     """Share of the trainer's waiting in which rewards were computed and no instance sampled."""
     waits, scored = ([span for span in run.spans if span["name"] == name] for name in ("wait", "verify"))
     if not waits or not scored:

@@ -7,23 +7,19 @@ assumptions. If a run was measured, only ratios between layouts of one device ar
 from __future__ import annotations
 
 import math
-import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-from statistics import fmean
 
 from engine.config import Config
 from engine.errors import BadInput, counted
 from engine.model.shape import ModelShape
 from engine.run.memory import BYTES, cheap_elements, frozen_copies, rank_parameters, total_parameters, whole_layers
 from engine.tools.dry_run.model_shape import shape_of
-from engine.tools.planner.calibration import MeasuredRun, fit_costs, read_run, reward_share
+from engine.tools.planner.calibration import MeasuredRun, fit_costs
 from engine.tools.planner.costs import COPY, DEVICES, Costs, Device
 from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.search import (
     ON_POLICY,
-    OWN_LAYOUT,
     SIMULATED,
     Candidate,
     CostsOf,
@@ -151,18 +147,8 @@ SENSITIVITY = (
     ("trainer 20 % faster", 1.0, 1.0, 0.8),
 )
 """Changes with which a plan is tried: (name, factor of lengths, of decoding, of training)."""
-ADVISED = 10
-"""Number of steps that the advice reads, and of settings that it simulates."""
-FEWEST = 5
-"""Number of steps after the first from which the advice predicts: fewer say more of the machine's other load."""
-WORTHWHILE = 1.1
-"""Minimum ratio of step times for which a setting is advised."""
 OFF_POLICY = ("one_step_off", "bounded")
 """The other modes, which a plan shows apart."""
-LONG_TAIL = 0.25
-"""Share of the tokens in the longest tenth of responses above which they are long-tailed. It is 0.1 if all are equally
-long, 0.19 if lengths are spread evenly from 0 to their maximum, 0.33 if they are exponential."""
-FEW_LONG = "few long responses, so more instances help little: shorten the longest (docs/concepts.md)"
 COMPARED = 5
 """Number of the best settings that are tried with each change."""
 
@@ -263,8 +249,7 @@ def prior_model(config: Config, device: Device, lengths: Lengths) -> StepModel:
 
 
 def find_plan(model: StepModel, count: int, kept: int = SIMULATED) -> Planned:
-    """Return the best settings on at most `count` devices, or, with OWN_LAYOUT, of the recipe's layout. `kept`: the
-    number of settings that are simulated."""
+    """Return the best settings on at most `count` devices. `kept`: the number of settings that are simulated."""
     config = model.config
     if not config.rollout.instances + config.dry_run.joining:
         raise BadInput("rollout.instances = 0: a plan needs at least one instance; set it, or dry_run.joining")
@@ -308,45 +293,6 @@ def plan_sensitivity(plan: Planned) -> Iterator[Sensitivity]:
             chosen=tried[0],
             best=min(tried, key=lambda one: one.step_s),
         )
-
-
-def run_advice(folder: Path) -> str:
-    """Return a line that says what the last steps of a run were bound by, what helps against it (for rollouts, verl's
-    guideline for one step off: not more instances if few long responses are what the trainer waits for), and what a
-    plan from them would change.
-
-    Other layouts are not considered: a plan can compare them only if it knows the kind of device. Raises BadInput for a
-    run that is too short to tell.
-    """
-    run = read_run(folder, ADVISED)
-    seconds = sum(line["step_s"] for line in run.steps)
-    parts = {
-        "rollout": ("wait_s",),
-        "training": ("train_s",),
-        "weight syncs and updates": ("sync_s", "check_s", "update_s"),
-    }
-    shares = {name: sum(line[key] for line in run.steps for key in keys) / seconds for name, keys in parts.items()}
-    shares["rewards"] = shares["rollout"] * reward_share(run)
-    shares["rollout"] -= shares["rewards"]
-    bound = max(shares, key=lambda name: shares[name])
-    found = f"{bound} ({shares[bound]:.0%} of a step)"
-    if bound == "rewards":
-        return f"{found}: a faster reward, more reward.workers or a shorter reward.timeout_s helps"
-    if bound == "rollout":
-        tail = fmean(line.get("response_length_tail", 0.0) for line in run.steps)
-        found += f": {FEW_LONG if tail > LONG_TAIL else 'more instances on further devices help'}"
-    if len(run.steps) < FEWEST:
-        return found
-    if run.config.algorithm.dynamic_sampling:
-        return found  # the simulation does not know how many groups are tried
-    if not run.config.rollout.instances + run.config.dry_run.joining:
-        return found  # nor how many instances joined
-    plan = find_plan(measured_model(run.config, [run], None), OWN_LAYOUT, ADVISED)
-    faster = plan.today.step_s / plan.best[0].step_s
-    if faster < WORTHWHILE:
-        return f"{found}; no setting of this layout is predicted to be much faster"
-    command = f"metronome plan --from {shlex.quote(str(folder))}"
-    return f"{found}; predicted to be {faster:.2f} times as fast with {plan.best[0].candidate} ({command})"
 
 
 def _layout(config: Config) -> tuple[object, ...]:

@@ -20,8 +20,6 @@ from engine.tools.planner.costs import Costs, RowSize
 from engine.tools.planner.lengths import Lengths
 from engine.tools.planner.simulation import Simulated, simulate_run
 
-OWN_LAYOUT = 0
-"""Value in place of a number of devices: only settings with the configuration's own layout."""
 SIMULATED = 50
 """Number of settings that are simulated: those with the best bounds."""
 ON_POLICY = ("sync", "periodic")
@@ -116,7 +114,7 @@ def search_settings(
 def _each_setting(config: Config, shape: ModelShape, count: int, found: list[Any]) -> Iterator[dict[str, Any]]:
     """Yield each setting; on accelerators, as long as none was `found`, also with each of SPARING."""
     yield from candidate_settings(config, shape, count)
-    if count == OWN_LAYOUT or config.platform.device not in ("cuda", "npu"):
+    if config.platform.device not in ("cuda", "npu"):
         return
     for keys in SPARING:
         if not found:
@@ -143,14 +141,9 @@ def change_config(config: Config, keys: dict[str, Any]) -> Config:
 
 
 def candidate_settings(config: Config, shape: ModelShape, count: int) -> Iterator[dict[str, Any]]:
-    """Yield the keys of each setting for at most `count` devices that uses as many of them as its layout can. With
-    OWN_LAYOUT, only settings that keep the layout. On a CPU the layouts are those of cores that both sides share."""
-    if count == OWN_LAYOUT:
-        layouts: Iterator[dict[str, Any]] = iter([{}])
-    elif on_cpu(config):
-        layouts = _core_layouts(config)
-    else:
-        layouts = _layouts(config, shape, count)
+    """Yield the keys of each setting for at most `count` devices that uses as many of them as its layout can. On a
+    CPU the layouts are those of cores that both sides share."""
+    layouts = _core_layouts(config) if on_cpu(config) else _layouts(config, shape, count)
     budget = config.train.micro_batch_tokens
     budgets = [each for each in (budget // 2, budget, 2 * budget) if each >= config.rollout.max_context]
     places = sorted({max(1, config.groups_in_flight * factor // 2) for factor in (1, 2, 4, 8)})

@@ -99,7 +99,7 @@ def test_runs_with_a_trace_are_told_what_bound_their_steps(stored, tiny_model, t
     told = compare_runs([str(slow), str(stored[0])], tmp_path / "page.html").splitlines()
     (line,) = told[told.index("Bound by:") + 1 : told.index("Bound by:") + 2]
     assert line.startswith("slow  rollout (")
-    assert 'train.mode="periodic"' in line
+    assert line.endswith(f"; metronome plan --from {slow} predicts other settings")
     assert not any(line.startswith("copied") for line in told[told.index("Bound by:") :])
 
 
