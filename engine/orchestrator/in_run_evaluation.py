@@ -26,10 +26,16 @@ from pathlib import Path
 from typing import Any
 
 from engine.config import Config
-from engine.errors import MetronomeError, TakenOver
+from engine.errors import MetronomeError, TakenOver, counted
 from engine.evaluation.benchmarks import EncodedBenchmark, encode_benchmarks, read_benchmarks
 from engine.evaluation.results import Subject, record_evaluation
-from engine.evaluation.tables import dropped_file, evaluation_protocol, old_tables, protocol_differences
+from engine.evaluation.tables import (
+    dropped_file,
+    evaluation_protocol,
+    kind_of_average,
+    old_tables,
+    protocol_differences,
+)
 from engine.orchestrator.pool.instance_client import SamplingSettings
 from engine.orchestrator.producer import Producer, raising_first, sample_groups
 from engine.orchestrator.rollout_service import RolloutService
@@ -242,10 +248,17 @@ class InRunEvaluation:
         )
         for table in old_tables(self._folder, one.version - KEPT_STEPS + 1):
             table.unlink(missing_ok=True)
-        log_line(
-            f"evaluate: version {one.version}, {row['avg_at_k']:.3f} [{row['ci_low']:.3f}, {row['ci_high']:.3f}] on "
-            f"{benchmark.name}; took {more['seconds']:.1f} s, of which training waited {more['exposed_s']:.1f} s"
+        figures = f"avg@{row['samples']} {row['avg_at_k']:.3f} [{row['ci_low']:.3f}, {row['ci_high']:.3f}]"
+        self._tell(
+            f"version {one.version}: {kind_of_average(row['partial_scores'])} {figures} on "
+            f"{counted(row['problems'], 'problem')} of {benchmark.name}; took {more['seconds']:.1f} s, of which "
+            f"training waited {more['exposed_s']:.1f} s"
         )
+
+    def _tell(self, text: str) -> None:
+        """Tell it in the log and on the console. On the page it is a point of a curve."""
+        log_line(f"evaluate: {text}")
+        self._folder.events.send("notice", ["evaluate", text])
 
     def _make_producer(self) -> Producer:
         settings = self._config.evaluate
@@ -288,10 +301,10 @@ class InRunEvaluation:
         await asyncio.gather(*self._evaluations, return_exceptions=True)
 
     def _report_dropped(self, one: _Evaluation, reason: str) -> None:
-        """Report a dropped evaluation, on stdout and in dropped.jsonl."""
+        """Report a dropped evaluation, on the console and in dropped.jsonl."""
         row = {"weight_version": one.version, "reason": reason, "exposed_s": one.exposed_s}
         path = dropped_file(self._folder)
-        log_line(f"evaluate: version {one.version} dropped: {reason}; training waited {one.exposed_s:.1f} s")
+        self._tell(f"version {one.version} dropped: {reason}; training waited {one.exposed_s:.1f} s")
         if self._folder.fence.is_passed:
             return
         try:

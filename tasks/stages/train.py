@@ -41,7 +41,6 @@ from tasks.attempt import count_attempt, run_folder
 from tasks.stages.orchestrator_process import run_training
 from tasks.terminal.console import StepLines, is_terminal, own_program, say, step_text
 from tasks.tracking.artifact_cells import code_span
-from tasks.tracking.evaluations import InRun
 
 UPDATE_S = 10.0
 """Seconds between updates."""
@@ -101,11 +100,10 @@ def train_shown(
     replay: Path | None = None,
     also: Callable[[JsonObject], None] = lambda row: None,
 ) -> int:
-    """Train in the run folder that this process has entered, print its steps and its evaluations, and return the number
-    of steps. `also` gets each new line of steps.jsonl. Arguments and errors otherwise: as for `run_training`."""
+    """Train in the run folder that this process has entered, print its steps, and return the number of steps. `also`
+    gets each new line of steps.jsonl. Arguments and errors otherwise: as for `run_training`."""
     folder = run_folder(config)
     line = StepLines(config.train.steps)
-    evaluated = InRun(folder)
     if is_terminal():
         say("watch", f"in another terminal: {own_program('metronome')} watch {folder.path}")
 
@@ -113,7 +111,6 @@ def train_shown(
         folder.fence.check_attempt()
         line(row)
         also(row)
-        evaluated()
 
     run_training(config, resume, replay, on_step=on_step)
     return config.train.steps

@@ -1,4 +1,4 @@
-"""Logs the evaluations of a run folder in MLflow when they are done, and prints them during a run."""
+"""Logs the evaluations of a run folder in MLflow when they are done."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ from collections.abc import Mapping
 import mlflow
 
 from engine.config import Config
-from engine.evaluation.tables import dropped_file, rows_of
-from engine.run.files import read_lines
 from engine.run.folder import RunFolder
 from engine.run.lock import is_held
-from tasks.terminal.console import print_error, say
-from tasks.tracking import evaluation_texts, tracked_run
+from tasks.terminal.console import print_error
+from tasks.tracking import tracked_run
 from tasks.tracking.mirror import Mirror
 from tasks.tracking.others import CLOSE_S, OtherTrackers
 from tasks.tracking.run_page import draw_at_end
@@ -54,32 +52,3 @@ def log_or_say(config: Config) -> None:
             f"warning: {error}. The figures are in {RunFolder(config.folder).evaluations}; the next evaluation or "
             "resume of this run logs them"
         )
-
-
-class InRun:
-    """Prints the evaluations during a run that are new since the last call. Call it after each step."""
-
-    def __init__(self, folder: RunFolder) -> None:
-        self._folder = folder
-        self._told = max((row["ended_s"] for row in rows_of(folder)), default=0.0)
-        """Time (`ended_s`) of the newest evaluation that was printed: their number falls when some are cut."""
-        self._told_dropped = len(list(read_lines(dropped_file(folder))))
-
-    def __call__(self) -> None:
-        """Read the run folder and print what is new."""
-        rows = [row for row in rows_of(self._folder) if row["ended_s"] > self._told]
-        for row in rows:
-            if row.get("in_run"):
-                say(
-                    "evaluate",
-                    f"version {row['weight_version']}: {evaluation_texts.describe_evaluation(row)}; "
-                    f"took {row['seconds']:.1f} s, of which training waited {row['exposed_s']:.1f} s",
-                )
-        lost = list(read_lines(dropped_file(self._folder)))
-        for row in lost[self._told_dropped :]:
-            say(
-                "evaluate",
-                f"version {row['weight_version']} dropped: {row['reason']}; training waited {row['exposed_s']:.1f} s",
-            )
-        self._told = max([self._told, *(row["ended_s"] for row in rows)])
-        self._told_dropped = len(lost)

@@ -5,6 +5,7 @@ import asyncio
 import contextlib
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 
@@ -86,7 +87,9 @@ async def test_weights_wait_until_the_last_response_is_in_and_not_for_its_scores
 
 
 async def test_only_due_steps_and_each_once(world):
+    told = []
     async with world() as (evaluation, folder, scripted, _):
+        folder.events = SimpleNamespace(send=lambda *event: told.append(event))
         evaluation.evaluate_version(0)
         await evaluation.finish_evaluations()
         evaluation.evaluate_version(0)  # the step is redone
@@ -96,6 +99,10 @@ async def test_only_due_steps_and_each_once(world):
             assert evaluation.allows_publish(True)
         assert len(scripted.seeds) == 12
         assert [row["weight_version"] for row in rows(folder)] == [0]
+    ((kind, (stage, text)),) = told  # the console prints it
+    assert (kind, stage) == ("notice", "evaluate")
+    said = r"version 0: accuracy avg@2 0\.\d{3} \[0\.\d{3}, [01]\.\d{3}\] on 6 problems of .*; took .* training waited"
+    assert re.match(said, text)
 
 
 async def running(evaluation, scripted):

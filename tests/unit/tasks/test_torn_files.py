@@ -32,7 +32,6 @@ from tasks.stages.flow_entry import begun_by_this_flow
 from tasks.stages.resume import find_resumed
 from tasks.stages.summary import _figures
 from tasks.tracking.evaluation_texts import closing_rows
-from tasks.tracking.evaluations import InRun
 from tasks.tracking.mirror import NewLines
 
 STATE = {
@@ -94,7 +93,6 @@ def checks(path, config=None):
     read_report(path)
     weight_version(folder.policy)
     NewLines(folder.steps).read()
-    InRun(folder)
     scores_by_version(folder)
     awaited_versions(folder, config, 3)
     closing_rows(folder)

@@ -18,7 +18,7 @@ from engine.config import Config
 from engine.config.recipe import load_config
 from engine.evaluation.benchmarks import EncodedBenchmark
 from engine.evaluation.results import Subject, record_evaluation
-from engine.orchestrator.in_run_evaluation import cut_evaluations, dropped_file
+from engine.orchestrator.in_run_evaluation import dropped_file
 from engine.run.files import append_line, read_lines
 from engine.run.folder import RunFolder, dump_config
 from engine.run.run_file import RunStart, update_run
@@ -264,23 +264,11 @@ def test_evaluations_are_logged_once_with_their_tables_and_the_closing_table_com
     assert table["difference"].endswith("p = 0.25; better on 3, worse on 0 of 3 problems")
 
 
-def test_what_happens_inside_a_run_is_said_and_its_cost_stands_in_the_closing_table(output, capsys):
+def test_the_cost_of_evaluations_inside_a_run_stands_in_the_closing_table(output):
     config, folder = finished(output, "inside", [1, 2, 4])
     with tracked_run.track_run(config):
-        evaluated = evaluations.InRun(folder)
-        evaluated()
-        assert "evaluate" not in capsys.readouterr().out  # before and after the run: the task says those
-        record(config, folder, Subject(str(output / "base"), 1), [1] * 3, in_run=True, seconds=2.0, exposed_s=0.5)
         append_line(dropped_file(folder), {"weight_version": 2, "reason": "too late", "exposed_s": 3.0})
-        evaluated()
-        evaluated()
-        cut_evaluations(folder, 0)  # by a resume from a checkpoint before that version
         record(config, folder, Subject(str(output / "base"), 3), [2] * 3, in_run=True, seconds=2.0, exposed_s=0.0)
-        evaluated()
-    said = capsys.readouterr().out
-    assert said.count("version 1: accuracy avg@4 0.250") == said.count("version 3: accuracy avg@4 0.500") == 1
-    assert "took 2.0 s, of which training waited 0.5 s" in said
-    assert said.count("version 2 dropped: too late; training waited 3.0 s") == 1
     closing = evaluation_texts.closing_rows(folder)
     assert closing["evaluated in the run"] == "1 time, 1 dropped (too late); training waited 3.0 s for it"
 
