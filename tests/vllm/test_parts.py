@@ -115,6 +115,13 @@ def test_an_environment_from_before_the_list_changed_says_make_vllm(environment,
     assert commands.vllm_interpreter() == str(environment / "bin/python")
 
 
+@pytest.mark.parametrize("left", ["", "rocm\n1 2\n"])
+def test_a_file_of_no_known_device_is_no_environment(environment, left):
+    (environment / commands.MARKER).write_text(left)
+    with pytest.raises(BadInput, match="needs vLLM in"):
+        commands.vllm_interpreter()
+
+
 def test_cores_that_are_not_there_are_bad_input_wherever_an_instance_is_started(environment, tmp_path):
     with pytest.raises(BadInput, match=r"rollout\.devices names cores \[1000000\]"):
         commands.instance_command_line(
@@ -158,6 +165,19 @@ def variables(monkeypatch):
 
 def options(*arguments):
     return serve._parser().parse_args(["--model", "m", *arguments])
+
+
+@pytest.mark.parametrize("nap", ["", "long", "nan", "-0.001", "0.011", "inf"])
+def test_naps_are_seconds_that_are_short(variables, nap):
+    variables[serve.NAP] = nap
+    with pytest.raises(BadInput, match=f"METRONOME_VLLM_NAP_S={nap}: expected seconds between 0 .* and 0.01"):
+        serve._check_options(options())
+
+
+def test_only_processes_that_vllm_spawns_are_taken(variables):
+    variables["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    with pytest.raises(BadInput, match="VLLM_WORKER_MULTIPROC_METHOD=fork: must be spawn"):
+        serve._check_options(options())
 
 
 @pytest.mark.parametrize(

@@ -184,6 +184,13 @@ async def test_the_experts_of_each_token_are_those_of_the_layers_that_have_some(
         assert base64.b64decode(routes["data"]) == found[:, 1:].tobytes()
 
 
+async def test_an_instance_without_routes_refuses_to_be_asked_for_them(client):
+    answer = await post(client, "/v1/completions", 400, **ASKED, routes=True)
+    assert "algorithm.routing_replay" in answer["error"]["message"]
+    answer = await post(client, "/v1/completions", 400, **ASKED, routes=1)
+    assert "routes = 1; it must be true or false" in answer["error"]["message"]
+
+
 async def updated(client, version, status=200):
     await post(client, "/begin_weight_update")
     await post(client, "/update_weights", update_info={"transport": "base"})
@@ -272,6 +279,28 @@ async def test_an_abort_that_is_cut_off_leaves_weights_that_nobody_trusts(engine
         await backend.resume()
     with pytest.raises(Conflict, match="half-way"):
         backend.check_whole()
+
+
+async def test_a_pause_holds_back_and_an_abort_also_ends_what_is_held(client, engine):
+    await post(client, "/pause?mode=wait")
+    early = begin(client)
+    await until(client, waiting=1)
+    await post(client, "/resume")
+    await until(client, running=1)
+    late = begin(client)
+    await runs(engine, 2)
+    await until(client, running=1, waiting=1)  # one slot
+    draining = asyncio.create_task(post(client, "/pause?mode=wait"))
+    held = begin(client)
+    await until(client, waiting=2)
+    error = await post(client, "/resume", status=409)
+    assert "still draining" in error["error"]["message"]
+    await post(client, "/pause?mode=abort")
+    assert await draining == {"status": "paused"}
+    choices = [(await task)["choices"][0] for task in (early, late, held)]
+    assert [choice["finish_reason"] for choice in choices] == ["abort"] * 3
+    assert [len(choice["token_ids"]) for choice in choices] == [1, 1, 0]
+    await post(client, "/resume")
 
 
 async def test_a_mixture_of_weights_answers_nothing_until_a_whole_update(client, engine):
