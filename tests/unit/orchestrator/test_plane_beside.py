@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from engine.client.service import ServiceClient
-from engine.errors import BadInput, ServiceConflict, StoreError
+from engine.errors import BadInput, MetronomeError, ServiceConflict, StoreError
 from engine.orchestrator.server import Server
 from engine.wire.columns import Column, open_scores, pack_values
 from engine.wire.messages import (
@@ -168,3 +168,15 @@ def judge_and_read(folder):
         client.get_experience_data(0, columns=["responses", "logprobs"])
         windows = [reply for reply in given if isinstance(reply, Window)]
         assert [one.names for window in windows for one in window.rows] == [{"prompt"}, {"responses", "logprobs"}]
+
+
+async def test_an_unexpected_exception_in_a_step_of_a_service_ends_the_step_by_name_and_not_the_service(conduct):
+    plane, come = await conduct(1, trains=False)
+    come.put_nowait("no index")
+    with pytest.raises(MetronomeError, match="step 0: its generation failed, unexpected TypeError: .*put its"):
+        await leased(plane)
+    await plane.check_run()
+    assert (plane.failure, plane.steps.numbers) == (None, [])
+    come.put_nowait(0)
+    await plane.answer(PutPrompts(step=0), ours=False)
+    assert [row.index for row in (await leased(plane)).rows] == [0]

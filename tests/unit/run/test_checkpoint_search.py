@@ -128,3 +128,13 @@ def test_a_whole_copy_in_the_place_replaces_a_damaged_one(tmp_path, place, said)
     flip(tmp_path / "here/step-000004/__0_0.distcp")
     assert newest_whole(tmp_path / "here", place, "", said.append) == tmp_path / "here/step-000004"
     assert said[-1] == f"checkpoint step-000004 comes from {place}"
+
+
+def test_a_run_whose_only_checkpoint_in_the_place_is_cut_does_not_begin_again_by_itself(tmp_path, place, said):
+    checkpoint = a_checkpoint(tmp_path / "there", 2)
+    store.upload_checkpoint(checkpoint, f"{place}/{checkpoint.name}")
+    files, root = fsspec.core.url_to_fs(place)
+    files.pipe_file(f"{root}/step-000002/state.json", b"{")
+    with pytest.raises(CheckpointError, match=r"no checkpoint of this run is intact; .*: .*/damaged-step-000002$"):
+        newest_whole(tmp_path / "here", place, "", said.append)
+    assert "step-000002: state.json has 1 bytes" in said[0]

@@ -492,3 +492,9 @@ def test_a_steps_gradient_with_every_loss_equals_hugging_face(settings, tiny_mod
     ours = gradients(policy, 1)
     assert_same(ours, hf_step(folder=tiny_model, groups=groups, loss=loss, estimator=estimator, old_scale=1.01), 2e-5)
     assert policy.figures()["equal_groups"] == 1
+
+
+def test_adam_updates_one_parameter_at_a_time_on_every_device(settings):
+    """torch's own choice for accelerators needs temporary tensors of the size of all fp32 weights."""
+    groups = a_policy(settings).optimizer.param_groups
+    assert {(group["foreach"], group["fused"]) for group in groups} == {(False, False)}

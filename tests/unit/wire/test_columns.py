@@ -195,3 +195,8 @@ def test_columns_arrive_at_a_reward_as_they_were_sent():
     prompt = Prompt("p", "", "", (), columns=JsonColumns(raw))
     arrived, _ = score_arguments(make_score_call(prompt, (), text_only=False), lambda ids: "")
     assert arrived.columns == dict(prompt.columns) == {"a": "\ud800é", "n": [1, 2.5, None, float("inf")]}
+
+
+def test_a_buffer_with_a_part_of_a_number_is_refused():
+    with pytest.raises(ValueError, match="7 bytes are not a whole number of 4-byte numbers"):
+        Numbers(b"1234567", IDS)

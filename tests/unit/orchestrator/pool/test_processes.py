@@ -194,3 +194,14 @@ async def test_a_declared_instance_that_leaves_is_ended_and_stays_away(declare):
         await until(lambda: not one.child.alive, "its end")
         await asyncio.sleep(0.3)
         assert (pool.serving, len(started)) == (1, 2)
+
+
+async def test_a_restart_that_refuses_its_input_is_the_last(declare):
+    async with declare([SERVES, REFUSES, SERVES], wait_s=0.5) as (pool, started):
+        await pool.connect_instances()
+        await until(lambda: pool.serving == 1, "it")
+        kill(pool)
+        await until(lambda: pool.serving == 0, "its death")
+        with pytest.raises(ProcessDied, match="no rollout instance is left: .* instance-0: the model is bad"):
+            await asyncio.wait_for(pool.wait_for(lambda: pool.members() or None), 5)
+        assert len(started) == 2

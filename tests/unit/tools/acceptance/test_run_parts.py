@@ -94,3 +94,14 @@ def test_a_step_on_older_weights_fails_the_part(task, launched):
     launched.stale = {("periodic", 2)}
     with pytest.raises(PartFailed, match=r"mode periodic: the steps \[2\] trained on responses of other weights"):
         run_parts.sync_against_periodic(task)
+
+
+def test_visible_devices_keep_their_numbers(machine, monkeypatch):
+    machine(devices=2, vllm=True)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "4,6")
+    assert rollout_choice(CUDA, (), training=True).devices == (6,)
+
+
+def test_the_users_engine_counts_more(machine):
+    machine(devices=8, vllm=True)
+    assert rollout_choice(CUDA, ("rollout.engine=embedded",), training=True).engine == "embedded"

@@ -9,8 +9,8 @@ import pytest
 
 from engine.evaluation.intervals import mean_interval
 from engine.tools.comparison import accuracy, page, run_figures
-from engine.tools.comparison.run_figures import ComparedRun
-from engine.tools.comparison.verdict import config_differences, judge_runs
+from engine.tools.comparison.run_figures import ComparedRun, Interval, steps_once
+from engine.tools.comparison.verdict import _more, config_differences, judge_runs
 from support.compared_runs import evaluation, run, step
 
 
@@ -269,3 +269,45 @@ def test_instability_is_named_as_gac_defines_it(rewards, cosines, said):
     assert all(part in sign for part, sign in zip(said, found, strict=True))
     cautions = " ".join(judge_runs([run, run])[0].cautions)
     assert all(part in cautions for part in said)
+
+
+def test_of_a_redone_step_the_last_line_counts():
+    rows = [step(0), step(1), step(2), step(1, seconds=7), step(2, seconds=8)]
+    assert [row["step_s"] for row in steps_once(rows)] == [10, 7, 8]
+
+
+def test_times_that_may_differ_for_another_reason_are_no_other_load():
+    shared = ComparedRun("sync", "s", {"train.mode": "sync"}, [step(n, 16.0, train_s=10.0) for n in range(20)])
+    assert judge_runs([shared, run("periodic", steps=20)])[0].answer.startswith("periodic was faster")
+    small = loaded("small", 1.0, **{"parallel.data": "2"})
+    assert judge_runs([small, loaded("large", 2.5)])[0].answer.startswith("large (periodic) was slower")
+
+
+@pytest.mark.parametrize(
+    ("ratio", "steps", "said"),
+    [  # logs of value, low and high: the half width shrinks with the square root of the steps
+        ((0.1, -0.1, 0.3), 50, "about 150 more steps would be enough"),  # 0.2: four times the steps
+        ((-0.1, -0.3, 0.1), 50, "about 150 more steps would be enough"),
+        ((0.1, -0.001, 0.201), 10, "about 1 more step would be enough"),
+        ((0.1, -0.1, 0.3), 111, "about 340 more steps would be enough"),
+        ((0.001, -0.1053, 0.0953), 50, "the two are nearly alike: a difference of more than 10% is unlikely"),
+        ((0.0, -0.1053, 0.0953), 50, "the two are nearly alike: a difference of more than 10% is unlikely"),
+    ],
+)
+def test_how_many_more_steps_would_decide(ratio, steps, said):
+    assert _more(Interval(*map(math.exp, ratio)), steps) == f"; {said}"
+
+
+def test_without_enough_steps_and_benchmarks_the_answer_claims_nothing():
+    found = judge_runs([run("sync", steps=4), run("periodic", 8.0, steps=4)])[0]
+    assert (
+        "was of unknown speed (too few common steps), and of unknown quality by its reward in training" in found.answer
+    )
+
+
+@pytest.mark.parametrize(
+    ("steps", "which"), [(4, "all 4 common steps"), (8, "last 5 of 8 common steps"), (30, "last 10 of 30 common steps")]
+)
+def test_the_reward_says_over_which_steps_it_is(steps, which):
+    found = judge_runs([run(name="a", steps=steps), run(name="b", steps=steps, seed=1)])[0]
+    assert any(sentence.startswith(f"Reward in training ({which}): ") for sentence in found.sentences)
