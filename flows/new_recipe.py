@@ -50,12 +50,12 @@ def init(
         max_new_tokens=max_new_tokens,
         memory_gib=memory_gib,
     )
-    write_recipe(file, wishes)
+    time = write_recipe(file, wishes)
     console.print_page(
         f"{file} is written, and the dry run accepts it. Next:\n"
         f"  metronome try-reward {file}                    a few responses, scored\n"
-        f"  metronome run {file} --set run.dry=true        layout and memory\n"
-        f"  metronome run {file}"
+        f"  metronome run {file} --set run.dry=true        layout, memory, time\n"
+        f"  metronome run {file}{time}"
     )
 
 

@@ -23,7 +23,7 @@ from engine.errors import BadInput
 from engine.run.files import write_atomically
 from engine.run.memory import total_parameters
 from engine.run.s3 import SCHEME as S3
-from engine.tools.dry_run import plan_run
+from engine.tools.dry_run import describe_duration, plan_run
 from engine.tools.dry_run.model_shape import shape_of
 from tasks.stages.input_checks import check_reward
 
@@ -71,9 +71,12 @@ class Wishes:
     """Memory of an accelerator. 0: by the device."""
 
 
-def write_recipe(path: Path, wishes: Wishes) -> Config:
-    """Write the recipe and return its config. Raises BadInput if the file is there, with the dry run's reasons if no
-    layout on these devices is accepted, or if the reward, problems or a tokenizer of this machine can't be read."""
+def write_recipe(path: Path, wishes: Wishes) -> str:
+    """Write the recipe and return a line on its time, "" if this machine does not tell it.
+
+    Raises BadInput if the file is there, with the dry run's reasons if no layout on these devices is accepted, or if
+    the reward, the problems or the tokenizer can't be read, as far as they are on this machine.
+    """
     if path.exists():
         raise BadInput(f"{path}: it is there already; give another file, or delete it")
     keys, config = _accepted(wishes)
@@ -83,7 +86,8 @@ def write_recipe(path: Path, wishes: Wishes) -> Config:
     if (model := find_file(wishes.model)).is_dir():
         Tokenizer(model, prompt_template=config.data.prompt_template)
     write_atomically(path, recipe_text(keys))
-    return config
+    told = wishes.device == "cpu"
+    return f"\nOn this machine: {describe_duration(shape_of(wishes.model)[0], config)}" if told else ""
 
 
 def recipe_text(keys: Keys) -> str:

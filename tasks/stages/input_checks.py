@@ -31,8 +31,10 @@ from engine.run.folder import RunFolder
 from engine.run.identity import check_unclaimed, published_checkpoints
 from engine.run.limits import check_memory
 from engine.run.lock import check_not_held
+from engine.run.memory import is_on_cpu
 from engine.run.progress import folder_size, format_size
 from engine.run.s3 import SCHEME
+from engine.tools.dry_run import describe_duration
 from engine.types import Prompt
 from tasks.cluster.ray.placement import check_cluster
 from tasks.stages.reward_trial import score_first_problem
@@ -158,6 +160,8 @@ def check_inputs(
     if training:
         check_training(config)
         _check_device(config)
+        if sampling and is_on_cpu(config):
+            _warn(describe_duration(read_shape(find_file(config.model.path)), config), "time")
     else:
         check_memory(config, check_rollouts(config), training=False)
     with show_progress("check", since_now("encoding the prompts")):

@@ -15,6 +15,7 @@ from engine.orchestrator.checks import check_layouts, unfit_rollouts, unreached
 from engine.run.limits import Limit, machine_limits, memory_limits
 from engine.run.memory import Need, Room, host_bytes, instance_need, is_on_cpu, total_parameters, trainer_need
 from engine.run.progress import format_size
+from engine.tools.dry_run.duration import describe_duration
 from engine.tools.dry_run.model_shape import shape_of
 
 
@@ -271,6 +272,8 @@ def _step(made: RunPlan) -> dict[str, str]:
         "updates": f"{train.updates} a step, each of {counted(responses // train.updates, 'response')}; "
         f"{train.steps * train.updates:,} in the run",
     }
+    if is_on_cpu(config):
+        rows["time here"] = describe_duration(made.shape, config)
     if slots:
         waves = train.prompts_per_step / slots
         rows["rollouts"] = (

@@ -52,6 +52,7 @@ def test_a_recipe_for_this_machine_from_flags(tmp_path):
         0,
         f"{path} is written, and the dry run accepts it. Next:",
     )
+    assert re.search(r"\nOn this machine: about \S+ \w+ a step", done.output)
     config = checked(path)
     assert (config.model.path, config.data.train, config.reward.function) == (
         "data/quickstart_model",
