@@ -194,8 +194,8 @@ def _verdict(tried: Sequence[_Tried]) -> str:
     if len(values) > 1:
         return f"scores differ: {', '.join(values)}"
     return (
-        f"all scores are equal ({values[0]}), and a group of equal scores teaches nothing. If a right one is among the "
-        "responses, the reward may want a format: give --response TEXT as the model should write it, or --responses"
+        f"all scores are equal ({values[0]}), and a group of equal scores teaches nothing. If a right one is among "
+        "them, the reward may want a format: give --response TEXT as the model should write it, or --responses FILE"
     )
 
 
