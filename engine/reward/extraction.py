@@ -14,13 +14,10 @@ _PHRASES = 20
 """Number of phrases, from the last one, of which one may state an answer."""
 
 _BRACES = re.compile(r"(?s)\\(?:[bB]oxed|f(?:rame)?box)\s*\{|\\.|[{}]")
-_EMPHASIS = re.compile(
-    r"(?<![\w)*])\*\*|\*\*(?![\w(*])|(?<!\w)__|__(?!\w)|`|</?(?:b|i|u|em|strong|p|span|think|s)>|<\|\w{1,20}\|>"
-)
-_BLANK = r"(?:\s|\$|\\[()\[\],;!]|\\q?quad)*+"
-_NAMED = re.compile(rf"(?:[a-zA-Z](?:_\{{?\w\}}?)?\s*=)?{_BLANK}$")
-_WORD = r"(?:\\text\{\s*)?(?:and|or|和|或)(?:\s*\})?"
-_BETWEEN = re.compile(rf"{_BLANK}(?:[,;，；、]{_BLANK}(?:{_WORD})?|{_WORD}){_BLANK}{_NAMED.pattern}")
+_EMPHASIS = re.compile(r"(?<![\w)*])\*\*|\*\*(?![\w(*])|`|</?(?:b|i|u|em|strong|p|span|think|s)>|<\|\w{1,20}\|>")
+_BLANK = r"(?:[\s${}]|\\[()\[\],;!]|\\q?quad|\\text)*+"
+_NAME = rf"(?:[a-zA-Z](?:_\{{?\w\}}?)?\s*=)?{_BLANK}$"
+_BETWEEN = re.compile(rf"(?!{_BLANK}{_NAME}){_BLANK}[,;，；、]?{_BLANK}(?:and|or|[和或])?{_BLANK}{_NAME}")
 
 # A formula (in "$18 and $2" there is none), how an expression begins, and the words before it that change nothing.
 _FORMULA = (
@@ -32,7 +29,7 @@ _VALUE = (
     r"|[a-zA-Z](?:_\w|\(\w\))?\s?[=<>≤≥^+*/-]|[a-zA-Z](?![\w.'’])(?!\s(?!and\b|or\b)[a-z]{2})|[A-Z]{2,5}\b)"
 )
 _FILLER = (
-    r"(?:[\s:：=“”\"*]|(?i:therefore|thus|then|so|hence|simply|just|exactly|only|approximately|about|clearly|definitely"
+    r"(?:[\s:：=“”\"*]|(?i:therefore|thus|then|so|hence|simply|just|exactly|only|approximately|roughly|about|clearly|definitely"
     r"|still|equal\sto|equals|given\sby|as\sfollows|(?:option|choice)(?=\s*\(?[A-Z]\b)|(?:(?:the|an?)\s)?(?:ordered\s)?"
     r"(?:(?:value|total)\sof|set|interval|point|pair|triple|matrix|vector|function|integer|number)(?=\s*[-$\\(\[{\d])"
     r"|not\s[^.;\n]{1,80}?\bbut\b(?:\srather)?)(?![a-zA-Z]),?|不是[^，,。\n]{1,20}[，,]\s*而?是|因此|所以|故|选项(?=[A-Z]))*+"
@@ -44,7 +41,7 @@ _PROSE = re.compile(rf"(?s){_FORMULA}|\\[a-zA-Z]+|(?P<word>\b(?!(?:and|or|sqrt|p
 _TOKEN = re.compile(
     rf"""(?xs){_FORMULA}|(?P<money>(?<!\\)\$)|(?P<end>\n|\.(?!\d)(?!\w\.)|[?;。；？✓✔✅■□]|[!！](?=\s*(?:$|[A-Z一-鿿\n]))
     |[,，]\s*(?!(?:(?:and|or)\s+)?{_VALUE}|\\!|\s|[和或])|\s[—–-]+\s(?=[^\W\d_]{{2}})|(?<=[A-Z])(?:选?项|:(?=\s))
-    |\s\((?=not\b|see\b|since|because|i\.e|wrong|or\s[\d.$])|[,，\s]*(?:\b(?:(?:and|but)\s+)?not\b|而?不是|而非|因为|所以
+    |\s\((?=not\b|see\b|since|because|i\.e|wrong)|[,，\s]*(?:\b(?:(?:and|but)\s+)?not\b|而?不是|而非|因为|所以
     |\b(?:because|since|(?<!or\s)so|but|whereas|which|rather\s+than|instead\s+of|altogether|every|each|in\s(?:total|all)
     |an?\s(?:day|week|month|year|hour)|at\sthe(?!\s(?:most|least))|for\s(?:both|each|all)|of\s(?:them|these|those)
     |as\s(?:the|our|my)|(?:left|remaining)(?=\s*(?:[.,;\n]|$|in\b|on\b|for\b))|(?P<context>(?<=[a-z%]\s)(?:old
@@ -62,7 +59,7 @@ _SAYS = re.compile(
     |[^\S\n]{{0,9}}\n(?=\s{{0,9}}[-\d$\\(\[A-Z]))|\b(?:pick|choose|select)\s(?=(?:option\s|choice\s)?\(?(?-i:[A-H]\b))
     |答案】?\s?(?:[应该当就便只能]*(?:[是为选]|[:：=])+|(?=[\s\d$\\(\[（A-Z]|不是))|正确(?:选项|的)?[是为:：]|应该?[是为]
     |[故应]选[择:：]?|选择?\s?(?:[:：]|(?=[A-D]{{1,4}}(?![a-zA-Z])))|^\s{{0,9}}[A答]\s?[:：](?!=)
-    |(?:^\s{{0,9}}\#{{4}}|\b(?:correction|no|wait)[,:.!]\s(?:(?:it|that)(?:\sis|'s)\s)?|\bactually,?\s(?:it(?:\sis|'s)\s)?
+    |(?:^\s{{0,9}}\#{{4}}|\b(?:correction|no|wait)[,:!]\s(?:(?:it|that)(?:\sis|'s)\s)?|\bactually,?\s(?:it(?:\sis|'s)\s)?
     |\b(?:it|that)\sshould\sbe\s)\s{{0,9}}(?=(?-i:{_VALUE}))"""
 )
 _SAID = re.compile(
@@ -72,19 +69,22 @@ _SAID = re.compile(
 )
 _SENTENCE = re.compile(r"\n|(?<!\\)[.!](?=\s)|[?;。；？！]")
 _CLAUSE = re.compile(rf"(?i){_SENTENCE.pattern}|[,:，：]|\b(?:so|thus|hence|therefore|then|because|since)\b")
-# What makes a statement none: before it in its clause, behind it; and what makes a last expression none.
+# All that may stand before a phrase in its clause; what makes a statement none before it, and behind it.
+_PLAINLY = re.compile(
+    r"""(?ix)(?:[\W\d]|\b(?:the|an?|our|my|final|correct|right|best|exact|simplified|required|and|but|we|I|you|can|see|find|get
+    |conclude|know|think|believe|that|this|which|it|means|implies|shows?|follows|gives|is|in|of|to|for|from|by|conclusion
+    |finally|overall|now|here|case|part|answer)\b|[最终正确本题的我们认为可知综上则即得此时所以因故解步骤])*"""
+)
 _DOUBT = re.compile(
-    r"""(?ix)\b(?:not|cannot|never|nobody|neither|if|unless|suppos\w+|assum\w+|would\s(?:be|say)|could|might|may|whether
-    |false|wrong|incorrect|doubt|claim\w*|says|said|maybe|perhaps|possib\w+|guess\w*|i?s\sno|reject\w*|exclud\w*|discard\w*
-    |(?:first|initial|previous|tempting)\s(?:\w+\s)?answer)\b|n't\b|不|假设|如果|若|可能|也许|吗
-    |(?:\b(?:least|most|than|between|over|under|above|below|up\sto|half|twice|negative|minus|by|from|to|nor|except|but
-    |without|base|modulo|(?:roots?|squares?|cube|reciprocal|inverse|opposite|half|multiples?|factors?|out|instead|power
-    |\w+ths?)\sof)|[大小多少]于)\s*$"""
+    r"""(?ix)\b(?:not|cannot|never|neither|if|suppos\w+|assum\w+|let|would\s(?:be|say)|could|might|may|false|wrong|incorrect
+    |maybe|perhaps|possib\w+|guess\w*|i?s\sno|exceeds|reject\w*|exclud\w*)\b|n't\b|不|假设|如果|若|可能|也许|至[少多]|超过|[大小多少]于|(?:\b(?:least
+    |most|than|between|over|under|above|below|up\sto|half|twice|negative|minus|by|from|to|nor|except|but|without|base|modulo
+    |(?:roots?|squares?|cube|reciprocal|inverse|opposite|half|multiples?|factors?|out|instead|power|\w+ths?)\sof))\s*$"""
 )
 _REFUTED = re.compile(
-    r"""(?ix)[^\w?？]*[?？吗]|[\W]*(?:but\s|and\s)?(?:(?:wait|hmm|actually|oops|sorry)\b|no[,.:!]|(?:(?:which|that|this|it)
-    (?:'s|\s(?:is|was|seems))\s)?(?:wrong|incorrect|false|impossible|not\s(?:right|correct|true))\b|I\s(?:disagree|doubt)
-    |(?:which|that|this|it)\s(?:isn't|cannot))"""
+    r"""(?ix)[^\w?？]*[?？吗]|[\W]*(?:(?:but(?!\snot)|(?:no\s)?wait|hmm|actually|oops|I\s(?:disagree|doubt)|(?:which|that|this|it)
+    \s(?:isn't|cannot)|(?:(?:which|that|this|it)(?:'s|\s(?:is|was|seems))\s)?(?:wrong|incorrect|false|impossible
+    |not\s(?:right|correct|true)))\b|no[,.:!]|[这那]?是?(?:错|不对))"""
 )
 _REFUSED = re.compile(r"(?i)(?:cannot|n't|\bnot|unable\sto)\s(?:\w+\s){0,2}(?:answer|solve|determine|know|sure|help)\b")
 
@@ -119,7 +119,7 @@ def boxed_answer(text: str) -> str | None:
     boxes = _listed(text)
     if len({content for _, _, content in boxes}) < 2:
         return boxes[0][2] if boxes else None
-    named = _NAMED.search(text, max(0, boxes[0][0] - _REACH), boxes[0][0])
+    named = re.compile(_NAME).search(text, max(0, boxes[0][0] - _REACH), boxes[0][0])
     stops = [named.start(), *(stop for _, stop, _ in boxes)]  # type: ignore[union-attr]
     joined = "".join(text[stop:start] + content for stop, (start, _, content) in zip(stops, boxes, strict=False))
     return _SIGNS.sub("", joined).strip()
@@ -154,12 +154,13 @@ def _stated(text: str) -> str | None:
     phrases = sorted([*_SAYS.finditer(text), *_SAID.finditer(text)], key=re.Match.end)
     for phrase in phrases[: -_PHRASES - 1 : -1]:
         before = text[max(0, phrase.start() - _REACH) : phrase.start()]
+        is_behind = phrase.re is _SAID
+        doubted = not (is_behind or _PLAINLY.fullmatch(_CLAUSE.split(before)[-1]))
         value, stop = _statement(text, phrase.end())
-        said = _CLAUSE.split(before)[-1] + phrase[0]
-        if phrase.re is _SAID:
+        if is_behind:
             value = _statement(_SENTENCE.split(before)[-1], 0)[0]
-            said, stop = phrase[0], phrase.end()
-        if _DOUBT.search(said) or _DOUBT.match(value) or _REFUTED.match(text, stop):
+            stop = phrase.end()
+        if doubted or _DOUBT.search(phrase[0]) or _DOUBT.match(value) or _REFUTED.match(text, stop):
             rest = text[stop:]
             if found := _last_expression(rest):
                 return found
@@ -200,7 +201,6 @@ def _last_expression(text: str) -> str | None:
     kinds = get_extraction_regexes((LatexExtractionConfig(), ExprExtractionConfig()))
     patterns = [pattern for patterns, _ in kinds for pattern, priority in patterns if priority == 300]  # of no phrase
     for sentence in [] if _REFUSED.search(text[-_REACH:]) else reversed(_SENTENCE.split(text)):
-        sentence = sentence[-_REACH:]
         start = max((found.end() for found in _PROSE.finditer(sentence) if found.lastgroup), default=0)
         if not _BEGINS.match(sentence, _FILLED.match(sentence, start).end()):  # type: ignore[union-attr]
             found = [(each.end(), -each.start()) for pattern in patterns for each in pattern.finditer(sentence)]

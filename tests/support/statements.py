@@ -13,7 +13,12 @@ _RIGHT = {
         "There are 6 ways to do it.",
         "Answer: 6<|im_end|>",
     ]
-    + ["So x = 6. This is the answer.", "The textbook says the answer is 5, but it's actually 6.", "(x = 6) ✓"],
+    + [
+        "So x = 6. This is the answer.",
+        "The textbook says the answer is 5, but it's actually 6.",
+        "x = 6 ✓",
+        "We find that the answer is 6.",
+    ],
     "12": [
         "<think>5+7=12</think>\n<answer>12</answer>",
         "<answer>x = 12</answer>",
@@ -97,7 +102,14 @@ _WRONG = {
     "17": ["The answer is 18, not 17.", "18, not 17, is the answer.", "Answer: 18. (Checking: an answer of 17 fails.)"]
     + ["A tempting but incorrect answer is 17. So we get 18.", "My first answer was 17. That was wrong. It is 18."],
     "7": [f"The answer is {words}." for words in _CHANGED.split(", ")]
-    + ["The answer is 7 or 8, I am not sure."]
+    + ["The answer is 7 or 8, I am not sure.", "答案是7,这是错的。"]
+    + [
+        "Let's pretend the answer is 7.",
+        "A common mistake is to say the answer is 7.",
+        "The wrong answer is 7.",
+        "答案至少是7。",
+    ]
+    + ["I first thought that the answer is 7, but then I found 8.", "The answer is 7 (or 8)."]
     + [
         "The answer is 7\n\nWait, I made a mistake. It should be 8.",
         "The answer is 7 (wrong!).",
