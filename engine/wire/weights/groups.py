@@ -12,6 +12,7 @@ import ipaddress
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, wait
 from dataclasses import replace
@@ -324,7 +325,13 @@ class Transfer:
         """Wait until the bytes have arrived. Raises TransferError if a member died or the group was closed, and
         DeadlineError."""
         deadline = time.monotonic() + self._timeout_s
-        while not all(work.is_completed() for work in self._works):
+        left = deque(
+            self._works
+        )  # a bucket has hundreds of tensors: each is looked at until it has arrived, not longer
+        while left:
+            if left[0].is_completed():
+                left.popleft()
+                continue
             if self._closed.is_set():
                 raise TransferError("the weight transfer was closed while a bucket was under way")
             if time.monotonic() > deadline:
