@@ -74,7 +74,7 @@ def _value(found: str) -> str | None:
     if (
         not sides
         or is_list(found)
-        or re.search(r"[<>,]|\\(?:[lgn]e|to|in|not|equiv)(?![a-z])", first)
+        or re.search(r"[<>,]|not|\\(?:[lgn]e|to|in|equiv)(?![a-z])", first)
         or not (len(set(filter(str.isalpha, _WORDS.sub("", first)))) > 1 or _APPLIED.search(first))
     ):
         return None

@@ -144,6 +144,8 @@ DIFFERENT = {
         (r"(0,\pi)\cup(\pi,2\pi)", r"(0,2\pi)"),
         (r"[0,2]\cap[1,3]", "[0,3]"),
         (r"\{x\mid x=2(k+1),k\in\mathbb{Z}\}", r"\{x\mid x=2k+1,k\in\mathbb{Z}\}"),
+        (r"(0,1)\cup(2,3)", r"(0,1)\cup(2,3)\setminus(0,1)\cup(2,3)"),
+        (r"\{1,2\}", r"\{1,2\}\in x"),
     ],
     "unicode": [
         ("½", r"\frac13"),
@@ -274,6 +276,10 @@ DIFFERENT = {
         (r"\frac50", r"\frac70"),
         ("0", r"\infty-\infty"),
         ("7", "[7]"),
+        ("7", r"\sqrt17"),
+        (r"\frac12", r"\frac121"),
+        ("7", "7_0"),
+        ("7", "7_x"),
     ],
     "equations and relations": [
         ("x>1 或 x<3", "(1,3)"),
@@ -319,6 +325,12 @@ DIFFERENT = {
         ("7", "m+n>8=7"),
         ("7", r"m+n\to 8=7"),
         ("7", r"x=7\text{ false}"),
+        ("7", r"7\approx 8"),
+        ("7", r"x\in 7"),
+        ("7", r"\ne =7"),
+        ("7", "not=7"),
+        ("7", r"\exp=7"),
+        ("x>1", r"x>1\in 7"),
     ],
     "options": [
         ("A", r"\textbf{(B)}\ 12"),

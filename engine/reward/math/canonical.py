@@ -71,8 +71,8 @@ GREEK = (
     "|omega|Gamma|Delta|Theta|Lambda|Xi|Pi|Sigma|Phi|Psi|Omega"
 )
 _TOKEN = rf" ?(\d|[a-zA-Z]|\\(?:{GREEK})(?![a-zA-Z]))"
-"""What an argument without braces is: \\frac12 is a half. Of several digits of \\binom or of a root with an index, TeX
-would take the first one, which is not what is meant: these are left as they are."""
+"""What an argument without braces is: \\frac12 is a half. Of several digits (\\sqrt17) TeX would take the first one,
+which is not what is meant: these are left as they are, and are no formula."""
 _BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 _DENSE = (
     (r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])", r"\1~"),  # \pi r is not \pir
@@ -80,8 +80,7 @@ _DENSE = (
     (r"\s+", ""),
     ("~", " "),
     (rf"\\(frac|binom(?! ?\d\d\d))(?![a-zA-Z]){_TOKEN}(?=.)", r"\\\1{\2}"),
-    (rf"(\\frac\{{[^{{}}]*\}}|\\sqrt(?![a-zA-Z])){_TOKEN}", r"\1{\2}"),
-    (rf"(\\binom\{{[^{{}}]*\}}|\\sqrt\[[^\[\]{{}}]*\]){_TOKEN}(?!\d)", r"\1{\2}"),
+    (rf"(\\(?:frac|binom)\{{[^{{}}]*\}}|\\sqrt(?:\[[^\[\]{{}}]*\]|(?![a-zA-Z]))){_TOKEN}(?!\d)", r"\1{\2}"),
     (rf"(\^|\\sqrt(?:\[[^\[\]{{}}]*\])?)(\\(?:frac|binom){_BRACES}{_BRACES})", r"\1{\2}"),
     (r"(\\(?:vec|hat|bar|tilde|dot|overline|overrightarrow|mathbb))(?![a-zA-Z]) ?([a-zA-Z])(?![a-zA-Z\d])", r"\1{\2}"),
     (r"(?<=[\w)}])\*(?=[\w(\\{])", r"\\cdot "),

@@ -15,7 +15,7 @@ from itertools import pairwise
 
 from engine.reward.math.answers import tidy_answer
 from engine.reward.math.canonical import AND, canonical_latex, is_closed, split_parts
-from engine.reward.math.formulas import LONGEST, Candidate, same_equation, same_formula, values_near
+from engine.reward.math.formulas import LONGEST, Candidate, constant, same_equation, same_formula, values_near
 from engine.reward.math.quantities import read_quantity
 from engine.reward.math.sets import MOST, NAME, bracketed, real_set, relation
 
@@ -124,18 +124,27 @@ def _assigned(text: str, names: list[str], values: Sequence[Answer]) -> Answer:
 
 
 def _equation(text: str, depth: int) -> Answer | None:
-    """x = 5, 2 + 3 = 5 and 14/3 \\approx 4.67 state a value, the first; x + y = 2 is an equation; 3 = 5 = x is text."""
-    first, *nearly = split_parts(text, "\\approx")
-    exact = f"{first}={nearly[0]}" if nearly and NAME.fullmatch(first) else first
-    sides = split_parts(exact, "=", "\\in")
+    """x = 5, 2 + 3 = 5 and 14/3 \\approx 4.67 state a value; x + y = 2 is an equation; 3 = 5 = x is text."""
+    sides = split_parts(text, "=", "\\approx", "\\in")
     if len(sides) == 1:
-        return _read(exact, depth - 1) if nearly else None
+        return None
     names = [side for side in sides if NAME.fullmatch(side)]
     values = [_read(side, depth - 1) for side in sides[:MOST] if side not in names]
-    if values and all(_same(*pair) for pair in pairwise(values)) and len(sides) <= MOST:
+    is_stated = all(_agree(*pair, "\\approx" in text) for pair in pairwise(values)) and len(sides) <= MOST
+    if len(split_parts(text, "\\in")) > 1:  # x \in 7 states nothing
+        is_stated = len(sides) == 2 and sides[0] in names and values[0].reals is not None if values else False
+    if values and is_stated and values[0].kind != "relation":
         return replace(values[0], name=values[0].name or "".join(names[:1]))
     parts = [Answer("formula", side) for side in sides]
     return Answer("equation" if len(split_parts(text, "=")) == len(sides) == 2 else "text", text, parts)
+
+
+def _agree(one: Answer, other: Answer, nearly: bool) -> bool:
+    """Whether two sides are equal, or with `nearly` the second one is the first one, rounded."""
+    exact, rounded = (constant(each.text) if each.value is None else each.value for each in (one, other))
+    if not nearly or exact is None or rounded is None:
+        return _same(one, other)
+    return abs(exact - rounded) * 2 * 10 ** len(other.text.partition(".")[2]) <= 1
 
 
 def _single(text: str, depth: int) -> Answer:
@@ -145,7 +154,9 @@ def _single(text: str, depth: int) -> Answer:
         return Answer("choice", text, [value], (choice[1] or choice[2]).lower())
     if len(parts := relation(text)) > 1 and all(map(is_closed, parts)):
         return Answer("relation", text, [_read(part, depth - 1) for part in parts[::2]], "".join(parts[1::2]))
-    if base := _BASE.fullmatch(text):
+    if (base := _BASE.fullmatch(text)) and int(base[2].strip("{}")) > max(
+        int(digit, 36) for digit in base[1].strip("-")
+    ):
         return Answer("text", base[1], unit=f"base {base[2]}")
     if _WORDS.fullmatch(text):
         return Answer("words", text, mark=re.sub(r"[\s(){}.,;:]", "", _TEXTS.sub(r"\1", text)).casefold())

@@ -36,13 +36,14 @@ _SENSELESS = (ArithmeticError, AttributeError, LookupError, NameError, NotImplem
 """What SymPy raises for formulas without meaning, and `_check` for large ones."""
 _TOWER = re.compile(
     r"\^\{[^{}^a-zA-Z]{0,20}\^|\^(?:\d+|[a-zA-Z])\^|\^\{?\(?-?\d{5}|[+-][^()]*\)\^\{?\d{3}|\d{5,}\)?!|!!"
-    r"|\d{5,}.{0,3}\\choose|\\binom\{?\d{5}"
+    r"|\d{5,}.{0,3}\\choose|\\binom\{?\d{5}|\\(?:frac|binom)\{[^{}]*\}(?!\{)"
 )
-"""What the parser itself would take minutes for: powers of powers of numbers, large factorials and binomials."""
+"""What the parser itself would take minutes for: powers of powers of numbers, large factorials and binomials; and
+fractions of one argument, whose second one it would guess."""
 _READ = re.compile(
-    rf"(?:\\(?:{GREEK}|frac|sqrt|binom|cdot|div|infty|log|ln|exp|(?:arc)?(?:sin|cos|tan)|sinh|cosh|tanh|cot|sec|csc|max|min"
+    rf"(?:\\(?:{GREEK}|(?:frac|binom)(?=\{{)|sqrt(?=[{{[(])|cdot|div|infty|log|ln|exp|(?:arc)?(?:sin|cos|tan)|sinh|cosh|tanh|cot|sec|csc|max|min"
     r"|[lr](?:floor|ceil)|(?:vec|bar|hat|overline|overrightarrow)(?=\{)|(?:begin|end)\{[pb]?matrix\})(?![a-zA-Z])"
-    r"|\\\\|(?<=\\sqrt)\[\w+\]|[a-zA-Z0-9 .,|!+*/^_(){}&-])+"
+    r"|\\\\|(?<=\\sqrt)\[\w+\]|(?<=[a-zA-Z}])_|[a-zA-Z0-9 .,|!+*/^(){}&-])+"
 )
 """What a formula consists of. Of anything else the parser may read a part only: \\not= 7, [7], 7', \\text."""
 _LETTERS = re.compile(r"\\[a-zA-Z]+|([A-Z]{2,}|[a-zA-Z])")

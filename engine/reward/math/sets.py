@@ -5,13 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 
-from engine.reward.math.canonical import AND, is_closed, split_parts
+from engine.reward.math.canonical import AND, GREEK, is_closed, split_parts
 from engine.reward.math.formulas import Candidate, constant
 from engine.reward.math.quantities import read_number
 
 NAME = re.compile(
-    r"(?!(?:e|i|\\pi ?)$)(?:[a-zA-Z|']|\\(?!frac|sqrt|cdot|pm|cup|pi(?![a-z])|infty|emptyset|not|equiv)[a-zA-Z]++ ?"
-    r"|\\text\{[^{}]*\}|_(?:\\?\w|\{[^{}]*\})|\^\{-1\}(?=\()|(?<=[a-zA-Z}'])\([^()=]*\)|\\frac\{d[a-z]?\}\{d[a-z]\})++"
+    rf"(?!(?:e|i|\\pi ?)$|.*(?:not|mod|max|min|least|most|more|less|about|false|wrong|illion|\{{(?:and|or)\}}))"
+    rf"(?:[a-zA-Z]|(?<=[a-zA-Z)])'|\\text\{{[^{{}}]*\}}|_(?:\\?\w|\{{[^{{}}]*\}})"
+    rf"|\|[A-Z]+\||\\(?:{GREEK}|angle|triangle|overline|vec|bar|hat)(?![a-zA-Z]) ?"
+    r"|\^\{-1\}(?=\()|(?<=[a-zA-Z}'])\([^()=]*\)|\{[a-zA-Z]+\}|\\frac\{d[a-z]?\}\{d[a-z]\})++"
 )
 """Names to which a value can be given: x, x_1, f(x), f(2), AB, |AB|, \\angle ABC, \\text{Area}. No arithmetic, no
 constant."""
@@ -50,7 +52,8 @@ def real_set(text: str, names: set[str]) -> Candidate | None:
 
     for kind, sign in ((Union, "\\cup"), (Intersection, "\\cap"), (Complement, "\\setminus")):
         if len(parts := split_parts(text, sign)) > 1:
-            return _combined(kind, parts, names)
+            is_one = len(split_parts(text, "\\cup", "\\cap", "\\setminus")) == len(parts)  # no order of operations
+            return _combined(kind, parts, names) if is_one else None
     if len(parts := split_parts(AND.sub(",", text), ",")) > 1 and all(map(_RELATED.search, parts)):
         words = {*AND.findall(text)} - {""}
         found = _combined(Union if "or" in words else Intersection, parts, names) if len(words) < 2 else None
