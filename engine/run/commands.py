@@ -20,6 +20,8 @@ SCORER_RANK = "engine.trainer.ranks.scorer_rank"
 """Module of a scorer rank."""
 EXPANDABLE = "expandable_segments:True"
 """Setting of torch's and torch_npu's allocator: segments of device memory can grow."""
+TASK_QUEUE = "2"
+"""torch_npu's level of queues between Python and the NPU: 2 also prepares an operator's workspace in its own thread."""
 STORE_NODES = "METRONOME_STORE_NODES"
 """Environment variable with the ids of a run's nodes of a Ray cluster, on which its storage units lie. Without it, and
 if none of them is alive, they lie on all nodes."""
@@ -90,7 +92,8 @@ def rank_defaults(tensor: int, transport: str = "file") -> dict[str, str]:
     Rows vary in length, so segments of a fixed size would fragment device memory. Megatron overlaps collectives of
     tensor ranks with matrix products only if a device starts kernels in the order of the calls.
     """
-    found = {"PYTORCH_ALLOC_CONF": EXPANDABLE, "PYTORCH_NPU_ALLOC_CONF": EXPANDABLE, **WATCHDOGS.get(transport, {})}
+    found = {"PYTORCH_ALLOC_CONF": EXPANDABLE, "PYTORCH_NPU_ALLOC_CONF": EXPANDABLE, "TASK_QUEUE_ENABLE": TASK_QUEUE}
+    found |= WATCHDOGS.get(transport, {})
     if tensor > 1:
         found["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
     if "PYTORCH_CUDA_ALLOC_CONF" in os.environ:  # an older name of PYTORCH_ALLOC_CONF

@@ -118,6 +118,7 @@ def test_torch_npu_reads_a_variable_for_each_purpose(tmp_path):
     with torch_npu_wheel(tmp_path) as published:
         library = published.read("torch_npu/lib/libtorch_npu.so")
     assert has(library, "PYTORCH_NPU_ALLOC_CONF")
+    assert has(library, "TASK_QUEUE_ENABLE")
     assert EXPANDABLE.split(":")[0].encode() in library
     assert {name for name in WATCHDOGS["hccl"] if has(library, name)} == {"HCCL_ASYNC_ERROR_HANDLING"}
 

@@ -35,6 +35,8 @@ def test_what_listens_on_loopback(monkeypatch, overrides, elsewhere, bound):
 
 
 EXPANDABLE = {"PYTORCH_ALLOC_CONF", "PYTORCH_NPU_ALLOC_CONF"}
+QUEUE = "TASK_QUEUE_ENABLE"
+ALWAYS = EXPANDABLE | {QUEUE}
 OLDER = "PYTORCH_CUDA_ALLOC_CONF"  # for CUDA torch reads it before PYTORCH_ALLOC_CONF
 CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 
@@ -42,23 +44,24 @@ CONNECTIONS = "CUDA_DEVICE_MAX_CONNECTIONS"
 @pytest.mark.parametrize(
     ("tensor", "own", "added"),
     [
-        (1, {}, EXPANDABLE),
-        (2, {}, EXPANDABLE | {CONNECTIONS}),
-        (2, {CONNECTIONS: "8"}, EXPANDABLE),
-        (1, {"PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF"}),
-        (1, {"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_NPU_ALLOC_CONF"}),
-        (1, {OLDER: "max_split_size_mb:64"}, {"PYTORCH_NPU_ALLOC_CONF"}),
+        (1, {}, ALWAYS),
+        (2, {}, ALWAYS | {CONNECTIONS}),
+        (2, {CONNECTIONS: "8"}, ALWAYS),
+        (1, {"PYTORCH_NPU_ALLOC_CONF": "max_split_size_mb:64"}, {"PYTORCH_ALLOC_CONF", QUEUE}),
+        (1, {QUEUE: "0"}, EXPANDABLE),
+        (1, {"PYTORCH_ALLOC_CONF": ""}, {"PYTORCH_NPU_ALLOC_CONF", QUEUE}),
+        (1, {OLDER: "max_split_size_mb:64"}, {"PYTORCH_NPU_ALLOC_CONF", QUEUE}),
     ],
 )
 def test_what_ranks_get_where_the_user_has_set_nothing(monkeypatch, tensor, own, added):
-    names = EXPANDABLE | {OLDER, CONNECTIONS}
+    names = ALWAYS | {OLDER, CONNECTIONS}
     for name in names:
         monkeypatch.delenv(name, raising=False)
     for name, value in own.items():
         monkeypatch.setenv(name, value)
     layout = [f"parallel.tensor={tensor}"]
     scorer = [f"stages.reference.tensor={tensor}", "algorithm.kl_coef=0.1"]
-    values = dict.fromkeys(EXPANDABLE, "expandable_segments:True") | {CONNECTIONS: "1"}
+    values = dict.fromkeys(EXPANDABLE, "expandable_segments:True") | {CONNECTIONS: "1", QUEUE: "2"}
     for found in (
         trainer_environment(load_config(None, layout), False),
         trainer_environment(load_config(None, [*layout, "parallel.data=2", *SEVERAL[1:]]), True),
