@@ -1,6 +1,6 @@
 """Measures the start of a command: seconds from Enter to the first line with a reward, and to the refusal of a typo.
 
-    python benchmarks/start_up.py [--against ../before] [--repeats 3] [--commands typo,train,run]
+    python benchmarks/start_up.py [--against ../before] [--repeats 3] [--commands typo-run,typo-train,train,run]
 
 `train` and `run` start the quickstart in a new folder, and are ended at their first step's line. With `--against`, this
 checkout and another one (with an environment of its own in `.venv`) take turns. CPU seconds are those of the command
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import resource
 import signal
 import subprocess
 import tempfile
@@ -24,7 +25,8 @@ import psutil
 
 HOME = Path(__file__).parents[1]
 COMMANDS = {
-    "typo": (["train", "--set", "train.stepz=3"], "error: "),
+    "typo-run": (["run", "--set", "train.stepz=3"], "error: "),
+    "typo-train": (["train", "--set", "train.stepz=3"], "error: "),
     "train": (["train"], "reward 0."),
     "run": (["run"], "reward 0."),
 }
@@ -67,15 +69,18 @@ def measure(checkout: Path, command: str) -> tuple[float, dict[str, float]]:
         if line is None:
             raise SystemExit(f"{command} of {checkout} ended without {wanted!r}")
         seconds = time.monotonic() - began
-        spent = cpu_s(process) if command != "typo" else {}
-        for _ in range(2):  # the second ends it at once
+        ends = command.startswith("typo")
+        spent = {} if ends else cpu_s(process)
+        for _ in range(0 if ends else 2):  # the second ends it at once
             child.send_signal(signal.SIGINT)
             time.sleep(0.5)
         child.stdout.read()
-        if command == "typo":
-            own = os.wait4(child.pid, 0)[2] if child.poll() is None else None
-            spent = {"metronome": round(own.ru_utime + own.ru_stime, 2)} if own is not None else {}
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
         child.wait()
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        if ends:
+            own = after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
+            return seconds, {"metronome": round(own, 2)}
         time.sleep(2.0)  # its processes end, which write in the folder
     return seconds, spent
 

@@ -16,7 +16,7 @@ from engine.run.memory import frozen_copies
 
 MEASURED_S = 0.2
 """CPU seconds for which each kind of matrix product is measured."""
-SHARE = 0.6
+SHARE = 0.5
 """Share of a step's time that matrix products take: the rest are norms, activations, the loss and the update."""
 LAYER_S = 2e-4
 """Seconds that a layer takes to start its operations, in a decode step or in a pass over a micro-batch."""
