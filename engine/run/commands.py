@@ -21,7 +21,8 @@ SCORER_RANK = "engine.trainer.ranks.scorer_rank"
 EXPANDABLE = "expandable_segments:True"
 """Setting of torch's and torch_npu's allocator: segments of device memory can grow."""
 TASK_QUEUE = "2"
-"""torch_npu's level of queues between Python and the NPU: 2 also prepares an operator's workspace in its own thread."""
+"""torch_npu's level of queues between Python and the NPU. Its manual recommends 2, which also prepares an operator's
+workspace in a thread of its own, and may take more memory; its default is 1. Not measured here."""
 STORE_NODES = "METRONOME_STORE_NODES"
 """Environment variable with the ids of a run's nodes of a Ray cluster, on which its storage units lie. Without it, and
 if none of them is alive, they lie on all nodes."""
