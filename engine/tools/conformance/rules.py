@@ -15,7 +15,7 @@ from engine.errors import DeadlineError, MetronomeError
 from engine.orchestrator.pool import reply_check
 from engine.orchestrator.pool.reply_check import Asked
 from engine.orchestrator.publish.probe import UNMEASURED
-from engine.tools.conformance.tried_engine import Answer, RefusedCall, TriedEngine
+from engine.tools.conformance.tried_engine import EngineAnswer, RefusedCall, TriedEngine
 from engine.types import JsonObject
 from engine.wire.access_token import VARIABLE, is_loopback
 from engine.wire.rollout_messages import ROLLOUT_PROTOCOL, BeginUpdate, CompletionReply, Pause, Resume
@@ -403,7 +403,7 @@ async def _held(engine: TriedEngine) -> None:
     demand(await _answer_to_new(engine) is None, "it answered a new completion while it was paused")
 
 
-async def _answer_to_new(engine: TriedEngine) -> Answer | None:
+async def _answer_to_new(engine: TriedEngine) -> EngineAnswer | None:
     """The answer to a new completion; None if it is held."""
     asked = asyncio.create_task(engine.ask("POST", "/v1/completions", engine.body()))
     await asyncio.wait([asked], timeout=HELD_S)

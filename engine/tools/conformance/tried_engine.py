@@ -43,7 +43,7 @@ class RefusedCall(MetronomeError):
 
 
 @dataclass(frozen=True)
-class Answer:
+class EngineAnswer:
     """A raw reply."""
 
     status: int
@@ -81,7 +81,7 @@ class EngineCalls:
 
     async def ask(
         self, method: str, path: str, body: JsonObject | bytes | None = None, headers: Mapping[str, str] | None = None
-    ) -> Answer:
+    ) -> EngineAnswer:
         """Send any request. `headers` replace the default header with the token. Raise RefusedCall if the connection
         breaks."""
         data = body if isinstance(body, bytes) else None if body is None else json.dumps(body).encode()
@@ -91,7 +91,7 @@ class EngineCalls:
                 async with self._session.request(
                     method, self.url + path, data=data, headers=dict(sent), allow_redirects=False
                 ) as reply:
-                    return Answer(reply.status, await read_answer(reply, LARGEST_REPLY))
+                    return EngineAnswer(reply.status, await read_answer(reply, LARGEST_REPLY))
         except TimeoutError:
             raise DeadlineError(f"no answer to {method} {path} in {self.timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -216,7 +216,7 @@ class TriedEngine(EngineCalls):
             await self.ask("POST", "/resume", {})
 
 
-def _read(what: str, answer: Answer, kind: type[msgspec.Struct]) -> msgspec.Struct:
+def _read(what: str, answer: EngineAnswer, kind: type[msgspec.Struct]) -> msgspec.Struct:
     if answer.status != 200:
         raise RefusedCall(f"{what} answered {answer}")
     try:
