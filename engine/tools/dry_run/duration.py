@@ -14,7 +14,7 @@ from engine.model.flops import forward_flops
 from engine.model.shape import ModelShape
 from engine.run.memory import frozen_copies
 
-MEASURED_S = 0.2
+MEASURED_S = 0.1
 """CPU seconds for which each kind of matrix product is measured."""
 SHARE = 0.5
 """Share of a step's time that matrix products take: the rest are norms, activations, the loss and the update."""
@@ -26,26 +26,28 @@ TYPICAL = 0.5
 
 PRODUCTS = """
 import sys, time, numpy
-rows, hidden, inner, limit = map(float, sys.argv[1:])
-one = numpy.ones((int(rows), int(hidden)), "float32")
+hidden, inner, limit, *sizes = map(float, sys.argv[1:])
 other = numpy.ones((int(hidden), int(inner)), "float32")
-count, began = 0, time.process_time()
-while time.process_time() - began < limit:
-    one @ other
-    count += 1
-print(2 * rows * hidden * inner * count / (time.process_time() - began))
+for rows in sizes:
+    one = numpy.ones((int(rows), int(hidden)), "float32")
+    count, began = 0, time.process_time()
+    while time.process_time() - began < limit:
+        one @ other
+        count += 1
+    print(2 * rows * hidden * inner * count / (time.process_time() - began))
 """
-"""Prints the operations per CPU second of one core."""
+"""Prints the operations per CPU second of one core, for each number of rows."""
 
 
 @cache
-def product_speed(rows: int, hidden: int, inner: int) -> float:
+def product_speeds(hidden: int, inner: int, *rows: int) -> list[float]:
     """Floating-point operations per second of fp32 products (rows × hidden) · (hidden × inner) on all cores, measured
     on one of them by CPU time, so that other processes don't count. In a process of its own, where numpy has one
     thread."""
-    command = [sys.executable, "-c", PRODUCTS, *map(str, (rows, hidden, inner, MEASURED_S))]
+    command = [sys.executable, "-c", PRODUCTS, *map(str, (hidden, inner, MEASURED_S, *rows))]
     env = os.environ | {"OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
-    return len(usable_cores()) * float(subprocess.run(command, env=env, capture_output=True, check=True).stdout)
+    told = subprocess.run(command, env=env, capture_output=True, check=True).stdout
+    return [len(usable_cores()) * float(speed) for speed in told.split()]
 
 
 def step_seconds(shape: ModelShape, config: Config, length: float) -> float:
@@ -54,8 +56,9 @@ def step_seconds(shape: ModelShape, config: Config, length: float) -> float:
     responses = config.train.prompts_per_step * config.rollout.group_size
     forward = forward_flops(shape, 1, length / 2, 1) * length * responses
     slots = max(1, config.rollout.instances) * config.slots
-    decoded = forward / product_speed(min(slots, 256), shape.hidden, shape.intermediate)
-    trained = (3 + frozen_copies(config)) * forward / product_speed(512, shape.hidden, shape.intermediate)
+    few, many = product_speeds(shape.hidden, shape.intermediate, min(slots, 256), 512)
+    decoded = forward / few
+    trained = (3 + frozen_copies(config)) * forward / many
     passes = math.ceil(responses / slots) * length
     passes += (3 + frozen_copies(config)) * math.ceil(responses * length / config.train.micro_batch_tokens)
     return (decoded + trained) / SHARE + passes * shape.layers * LAYER_S
