@@ -14,7 +14,7 @@ _PHRASES = 20
 """Number of phrases, from the last one, of which one may state an answer."""
 
 _BRACES = re.compile(r"(?s)\\(?:[bB]oxed|f(?:rame)?box)\s*\{|\\.|[{}]")
-_EMPHASIS = re.compile(r"(?<![\w)*])\*\*|\*\*(?![\w(*])|`|</?(?:b|i|u|em|strong|p|span|think|s)>|<\|\w{1,20}\|>")
+_EMPHASIS = re.compile(r"(?<![\w)*])(?:\*\*|__)|(?:\*\*|__)(?![\w(*])|`|</?(?:b|i|em|strong|p|think|s)>|<\|\w{1,20}\|>")
 _BLANK = r"(?:[\s${}]|\\[()\[\],;!]|\\q?quad|\\text)*+"
 _NAME = rf"(?:[a-zA-Z](?:_\{{?\w\}}?)?\s*=)?{_BLANK}$"
 _BETWEEN = re.compile(rf"(?!{_BLANK}{_NAME}){_BLANK}[,;，；、]?{_BLANK}(?:and|or|[和或])?{_BLANK}{_NAME}")
@@ -71,7 +71,7 @@ _SENTENCE = re.compile(r"\n|(?<!\\)[.!](?=\s)|[?;。；？！]")
 _CLAUSE = re.compile(rf"(?i){_SENTENCE.pattern}|[,:，：]|\b(?:so|thus|hence|therefore|then|because|since)\b")
 # All that may stand before a phrase in its clause; what makes a statement none before it, and behind it.
 _PLAINLY = re.compile(
-    r"""(?ix)(?:[\W\d]|\b(?:the|an?|our|my|final|correct|right|best|exact|simplified|required|and|but|we|I|you|can|see|find|get
+    r"""(?ix)(?:[\W\d]|\b(?:the|an?|our|my|final|correct|right|best|exact|numerical|your|and|but|we|I|you|can|see|find|get
     |conclude|know|think|believe|that|this|which|it|means|implies|shows?|follows|gives|is|in|of|to|for|from|by|conclusion
     |finally|overall|now|here|case|part|answer)\b|[最终正确本题的我们认为可知综上则即得此时所以因故解步骤])*"""
 )
@@ -82,8 +82,8 @@ _DOUBT = re.compile(
     |(?:roots?|squares?|cube|reciprocal|inverse|opposite|half|multiples?|factors?|out|instead|power|\w+ths?)\sof))\s*$"""
 )
 _REFUTED = re.compile(
-    r"""(?ix)[^\w?？]*[?？吗]|[\W]*(?:(?:but(?!\snot)|(?:no\s)?wait|hmm|actually|oops|I\s(?:disagree|doubt)|(?:which|that|this|it)
-    \s(?:isn't|cannot)|(?:(?:which|that|this|it)(?:'s|\s(?:is|was|seems))\s)?(?:wrong|incorrect|false|impossible
+    r"""(?ix)[^\w?？]*(?:right)?[?？吗]|[\W]*(?:(?:but(?!\snot)|however|(?:no\s)?wait|hmm|actually|oops|I\s(?:disagree|doubt)|(?:which|that|this|it)
+    \s(?:isn't|can't)|(?:(?:which|that|this|it)(?:'s|\s(?:is|was|seems))\s)?(?:wrong|incorrect|false|impossible
     |not\s(?:right|correct|true)))\b|no[,.:!]|[这那]?是?(?:错|不对))"""
 )
 _REFUSED = re.compile(r"(?i)(?:cannot|n't|\bnot|unable\sto)\s(?:\w+\s){0,2}(?:answer|solve|determine|know|sure|help)\b")

@@ -110,6 +110,7 @@ _WRONG = {
         "答案至少是7。",
     ]
     + ["I first thought that the answer is 7, but then I found 8.", "The answer is 7 (or 8)."]
+    + ["The answer is 7.\nHowever, this is wrong.", "The answer is 7. That can't be right."]
     + [
         "The answer is 7\n\nWait, I made a mistake. It should be 8.",
         "The answer is 7 (wrong!).",
