@@ -9,6 +9,7 @@ from engine.data.loader import PromptLoader
 from engine.data.problems import read_problems
 from engine.data.prompts import encode_problems
 from engine.data.tokenizer import Tokenizer
+from engine.errors import MetronomeError
 from engine.wire import record
 from support.parallel.runs import Job
 from support.parallel.runs import run as run_jobs
@@ -95,3 +96,19 @@ def test_what_is_kept_depends_on_prompt_order_alone_in_every_mode_and_a_resumed_
         run(periodic | more, tmp_path, *arguments)
     check(dynamic, tmp_path, "periodic")
     assert same(weights(tmp_path, "sync"), weights(tmp_path, "periodic"))
+
+
+@pytest.mark.nightly  # tests/unit/orchestrator/test_dynamic_sampling.py has the rule
+def test_a_run_whose_prompts_all_have_equal_rewards_ends_with_their_number(dynamic):
+    with pytest.raises(MetronomeError, match=r"step 0: only 0 of 30 prompts have responses with different rewards"):
+        run_jobs([Job(config_of(dynamic | {"reward.function": f"{REWARDS}:equal"}))], 300)
+
+
+@pytest.mark.nightly
+def test_replicas_that_train_in_order_of_arrival_replay_in_sync(dynamic, tmp_path):
+    live = dynamic | {"parallel.data": 2, "train.micro_batch_tokens": 150, "run.name": "live"}
+    again = live | {"run.name": "again", "train.record": False, "train.mode": "sync"}
+    run_jobs([Job(config_of(live)), Job(config_of(again), replay="live")], 300)
+    check(dynamic, tmp_path, "live")
+    assert same(weights(tmp_path, "live"), weights(tmp_path, "again"))
+    assert all("prompts_used" not in line for line in steps(tmp_path, "again"))

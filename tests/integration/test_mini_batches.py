@@ -89,6 +89,19 @@ def test_a_pipeline_fills_once_for_what_is_held_for_an_update(three_updates, tmp
     assert same(weights(tmp_path, "sync"), weights(tmp_path, "periodic"))
 
 
+@pytest.mark.nightly
+@pytest.mark.parallel
+@pytest.mark.timeout(600)
+def test_a_record_of_mini_batches_in_order_of_arrival_replays_exactly(three_updates, tmp_path):
+    live = three_updates | {"train.consume": "arrival", "rollout.concurrency": 2, "parallel.data": 2, "train.steps": 2}
+    run(live | {"run.name": "live", "train.record": True}, tmp_path)
+    run(live | {"run.name": "again"}, tmp_path, "--replay", str(tmp_path / "live/record.msgpack"))
+    assert same(weights(tmp_path, "live"), weights(tmp_path, "again"))
+    figures = ("loss", "grad_norm", "kl", "old_ratio_max", "max_ratio_gap", "clip_fraction", "trained_tokens")
+    for mine, theirs in zip(steps(tmp_path, "live"), steps(tmp_path, "again"), strict=True):
+        assert [mine[key] for key in figures] == [theirs[key] for key in figures]
+
+
 @pytest.mark.slow
 def test_the_one_step_off_recipe_in_small(tiny_model, tmp_path):
     """Two batches of four updates: data one step old, ratios to the policy at the step's start, DAPO with dual clip."""
@@ -128,3 +141,29 @@ def start_small(recipe, folder, model, keys=None):
     )
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return steps(folder, "small")
+
+
+@pytest.mark.nightly
+def test_the_decoupled_loss_on_data_of_one_step_before(settings, tmp_path):
+    """Clipped against the policy at the step's start, weighed against the weights that sampled: on-policy data are kept
+    whole, responses of older weights that differ too much are dropped, and the record replays."""
+    decoupled = settings | {
+        "train.mode": "one_step_off",
+        "train.updates": 2,
+        "train.steps": 4,
+        "train.learning_rate": 1e-3,
+        "algorithm.old_policy": "behavior",
+        "algorithm.mismatch": "truncate",
+        "algorithm.mismatch_reject": "sequence",
+        "algorithm.mismatch_reject_limit": 1.05,
+    }
+    run(decoupled | {"run.name": "live", "train.record": True}, tmp_path)
+    lines = steps(tmp_path, "live")
+    assert [line["versions_seen"] for line in lines] == [[0], [0], [1], [2]]
+    assert lines[0]["mismatch_dropped"] == 0
+    assert all(0 < line["mismatch_dropped"] < 1 for line in lines[1:])
+    run(decoupled | {"run.name": "again"}, tmp_path, "--replay", str(tmp_path / "live/record.msgpack"))
+    assert same(weights(tmp_path, "live"), weights(tmp_path, "again"))
+    run(decoupled | {"run.name": "whole", "algorithm.mismatch_reject": "none"}, tmp_path)
+    assert [line["mismatch_dropped"] for line in steps(tmp_path, "whole")] == [0] * 4
+    assert not same(weights(tmp_path, "live"), weights(tmp_path, "whole"))

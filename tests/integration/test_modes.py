@@ -56,3 +56,13 @@ def test_a_resumed_run_generates_anew_what_was_in_flight(settings, tmp_path):
     lines = steps(tmp_path, "run")
     assert [line["step"] for line in lines] == list(range(STEPS))
     assert [line["versions_seen"] for line in lines] == [[0], [0], [1], [2], [4], [4]]
+
+
+@pytest.mark.nightly
+def test_a_recorded_stale_run_replays_bit_identically(settings, tmp_path):
+    stale = settings | STALE | {"train.mode": "bounded", "train.max_staleness": 2}
+    run(stale | {"run.name": "live", "train.record": True}, tmp_path)
+    run(stale | {"run.name": "replayed"}, tmp_path, "--replay", str(tmp_path / "live/record.msgpack"))
+    live, replayed = (steps(tmp_path, name) for name in ("live", "replayed"))
+    assert same(weights(tmp_path, "live"), weights(tmp_path, "replayed"))
+    assert [line["versions_seen"] for line in live] == [line["versions_seen"] for line in replayed]

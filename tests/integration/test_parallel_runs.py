@@ -4,6 +4,8 @@ import random
 from collections import Counter
 from dataclasses import replace
 
+import msgpack
+import msgspec
 import numpy as np
 import pytest
 from safetensors.torch import load_file
@@ -14,14 +16,14 @@ from engine.run.checkpoint_files import is_complete, latest_checkpoint, step_of
 from engine.run.trace import read_spans
 from engine.tools.timeline import overlapped_steps
 from engine.types import Group, Prompt, Score
-from engine.wire.columns import pack_group
+from engine.wire.columns import Row, open_group, pack_group
 from engine.wire.messages import Window
 from engine.wire.record import RecordWriter
 from support.faulty_weights import corrupt
 from support.policies import response
-from support.runs import ROOT, config_of
+from support.runs import ROOT, config_of, launch
 from support.tiny_models import reference, reference_logprobs, save
-from support.whole_runs import kill_a_rank, run, same, spans, steps, weights
+from support.whole_runs import kill_a_rank, refused, run, same, spans, steps, weights
 
 pytestmark = [pytest.mark.parallel, pytest.mark.timeout(600)]
 REWARDS = ROOT / "tests/support/rewards.py"
@@ -127,6 +129,51 @@ def test_pipeline_and_context_parallel_runs(exact, deep_model, tmp_path):
         assert one[key] == pytest.approx(other[key], rel=1e-4), key
 
 
+def entries(path):
+    with path.open("rb") as file:
+        return list(msgpack.Unpacker(file))
+
+
+@pytest.mark.nightly
+def test_a_recorded_run_of_replicas_replays_exactly(settings, tmp_path):
+    recorded = settings | {"parallel.data": 2, "train.steps": 2, "train.record": True}
+    run(recorded | {"run.name": "live"}, tmp_path)
+    live = steps(tmp_path, "live")
+    check_report(live, 2, 2)
+    record = tmp_path / "live/record.msgpack"
+    header, *given = entries(record)
+
+    run(recorded | {"run.name": "again", "train.record": False}, tmp_path, "--replay", str(record))
+    assert same(weights(tmp_path, "live"), weights(tmp_path, "again"))
+    exactly = ("loss", "grad_norm", "kl", "old_ratio_max", "max_ratio_gap", "reward_mean", "trained_tokens")
+    again = steps(tmp_path, "again")
+    assert [[line[key] for key in exactly] for line in live] == [[line[key] for key in exactly] for line in again]
+
+    wrong = tmp_path / "wrong.msgpack"  # an error of one replica ends the replay of all
+    wrong.write_bytes(
+        b"".join(msgpack.packb(entry) for entry in [header, *with_a_wrong_logprob(given, replica_group=1)])
+    )
+    code, output = launch(recorded | {"run.name": "wrong"}, tmp_path, "--replay", str(wrong))
+    assert code == 1
+    assert "RatioGapError: step" in output
+
+    changed = {"train.learning_rate": 0.5, "parallel.data": 1}
+    for key, value in changed.items():
+        said = refused(recorded | {"run.name": "other", key: value}, tmp_path, "--replay", str(record))
+        assert f"{key} is {value}, but the record was taken with {recorded[key]}" in said
+    assert not (tmp_path / "other").exists()
+
+
+def with_a_wrong_logprob(given, replica_group):
+    window = next(entry for entry in given if entry["replica_group"] == replica_group)
+    row = window["rows"][0]
+    group = open_group(msgspec.convert(row, Row))
+    first, *others = group.responses
+    wrong = replace(first, logprobs=(-0.5, *first.logprobs[1:]))
+    row |= msgspec.to_builtins(pack_group(replace(group, responses=(wrong, *others))), builtin_types=(bytes,))
+    return given
+
+
 def test_replicas_that_share_experts_replay_in_lockstep(settings, tmp_path):
     """Written by hand with transformers' log-probabilities, since the embedded engine samples from no such model."""
     model = save(tmp_path / "mixture", "qwen3_moe")
@@ -194,6 +241,23 @@ def write_record(path, config, model):
     recorder.flush()
 
 
+@pytest.mark.nightly
+def test_a_replica_that_gets_nothing_and_groups_that_come_slowly(settings, tmp_path):
+    slow = {
+        "reward.function": f"{REWARDS}:after_3_s",
+        "train.prompts_per_step": 1,
+        "parallel.data": 2,
+        "train.steps": 2,
+    }
+    run(settings | slow, tmp_path)
+    lines = steps(tmp_path, "run")
+    check_report(lines, 2, 2)
+    for step, line in enumerate(lines):
+        assert line["wait_first_s"] > 3.0
+        windows = [span for rank in (0, 1) for span in spans(tmp_path, "run", "train", rank) if span["step"] == step]
+        assert [span["groups"] for span in windows] == [[0]]
+
+
 def test_an_error_of_one_replica_ends_all_after_a_checkpoint(settings, tmp_path, monkeypatch):
     corrupt(monkeypatch, version=1, in_transit=False)
     config = config_of(settings | {"parallel.data": 2, "weights.check_tokens": 0})
@@ -202,3 +266,11 @@ def test_an_error_of_one_replica_ends_all_after_a_checkpoint(settings, tmp_path,
     checkpoint = latest_checkpoint(config.folder / "checkpoints")
     assert is_complete(checkpoint)
     assert step_of(checkpoint) == 1
+
+
+@pytest.mark.nightly
+def test_groups_that_come_longer_apart_than_anybody_may_be_silent(settings, tmp_path):
+    slow = {"reward.function": f"{REWARDS}:after_30_s", "reward.timeout_s": 60, "train.timeout_s": 20}
+    run(settings | slow | {"train.prompts_per_step": 2, "parallel.data": 2, "train.steps": 1}, tmp_path)
+    (line,) = steps(tmp_path, "run")
+    assert line["wait_s"] > 40  # 60 s for one replica, 30 s or more for the other

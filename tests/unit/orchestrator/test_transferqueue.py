@@ -1,5 +1,5 @@
 """On which nodes of a Ray cluster the storage units of a run lie. Ray itself is in
-tests/integration/test_ray_cluster.py."""
+tests/integration/test_transferqueue_cluster.py."""
 
 import sys
 from types import SimpleNamespace
