@@ -27,7 +27,7 @@ _TOLERANCE = Fraction(1, 2_000_000)
 _RELATIVE = Fraction(1, 10_000)
 """Tolerance of a decimal: six places, as in math-verify, and of a small one in relation to its value."""
 _DEEPEST = 15
-"""Deepest nesting of brackets in a formula that is given to SymPy, which takes exponential time for some."""
+"""Deepest nesting of brackets in a formula; half of it for functions, of which the parser takes exponential time."""
 _BITS = 200_000
 """Largest size of a power that is computed exactly."""
 _TERMS = 1_000
@@ -132,7 +132,8 @@ def _parse(latex: str) -> Candidate:
 
     latex = _DEGREES.sub(r"(\\frac{\1\\pi}{180})", latex) if ANGLE.search(latex) else latex
     depth = max(accumulate((mark in "([{") - (mark in ")]}") for mark in latex), default=0)
-    if not _READ.fullmatch(latex) or _TOWER.search(latex) or len(latex) > LONGEST or depth > _DEEPEST:
+    nested = min(depth, len(re.findall(r"\\(?:[a-z]*(?:sin|cos|tan)h?|cot|sec|csc|log|ln|exp)", latex)))
+    if not _READ.fullmatch(latex) or _TOWER.search(latex) or len(latex) > LONGEST or max(depth, 2 * nested) > _DEEPEST:
         raise ValueError(latex)
     whole = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="all")
     found = _parsed(f"${latex}$", [LatexExtractionConfig(normalization_config=whole)])
