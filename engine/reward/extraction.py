@@ -41,11 +41,11 @@ _PROSE = re.compile(rf"(?s){_FORMULA}|\\[a-zA-Z]+|(?P<word>\b(?!(?:and|or|sqrt|p
 _TOKEN = re.compile(
     rf"""(?xs){_FORMULA}|(?P<money>(?<!\\)\$)|(?P<end>\n|\.(?!\d)(?!\w\.)|[?;。；？✓✔✅■□]|[!！](?=\s*(?:$|[A-Z一-鿿\n]))
     |[,，]\s*(?!(?:(?:and|or)\s+)?{_VALUE}|\\!|\s|[和或])|\s[—–-]+\s(?=[^\W\d_]{{2}})|(?<=[A-Z])(?:选?项|:(?=\s))
-    |\s\((?=not\b|see\b|since|because|i\.e|wrong)|[,，\s]*(?:\b(?:(?:and|but)\s+)?not\b|而?不是|而非|因为|所以
+    |\s\((?=(?!mod)[a-z]{{3,}}[\s),']|i\.e)|[,，\s]*(?:\b(?:(?:and|but)\s+)?not\b|而?不是|而非|因为|所以
     |\b(?:because|since|(?<!or\s)so|but|whereas|which|rather\s+than|instead\s+of|altogether|every|each|in\s(?:total|all)
     |an?\s(?:day|week|month|year|hour)|at\sthe(?!\s(?:most|least))|for\s(?:both|each|all)|of\s(?:them|these|those)
     |as\s(?:the|our|my)|(?:left|remaining)(?=\s*(?:[.,;\n]|$|in\b|on\b|for\b))|(?P<context>(?<=[a-z%]\s)(?:old
-    |per\s(?:day|week|month|year)|(?:that|who|of|in|on|from|with|at|for|to|between|before|after)(?=\s[a-z]{{2}}))
+    |per\s(?:day|week|month|year)|(?:that|who|of|in|on|from|with|at(?!\s(?:most|least))|for|to|between|before|after)(?=\s[a-z]{{2}}))
     |(?<=\d\s)for\s(?=the|his|her|their)))\b))|\\?."""
 )
 _LEAD = re.compile(
@@ -82,10 +82,24 @@ _DOUBT = re.compile(
     |(?:roots?|squares?|cube|reciprocal|inverse|opposite|half|multiples?|factors?|out|instead|power|\w+ths?)\sof))\s*$"""
 )
 _REFUTED = re.compile(
-    r"""(?ix)[^\w?？]*(?:right)?[?？吗]|[\W]*(?:(?:but(?!\snot)|however|(?:no\s)?wait|hmm|actually|oops|I\s(?:disagree|doubt)|(?:which|that|this|it)
+    r"""(?ix)[^\w?？]*(?:right)?[?？吗]|[\W]*(?:(?:but(?!\snot)|however|(?:no\s)?wait|hmm|actually|oops|sorry|hold\son|on\ssecond\sthought|I\s(?:disagree|doubt|apologi[sz]e|made\san?)|that\swas\sa\smistake|(?:which|that|this|it)
     \s(?:isn't|can't)|(?:(?:which|that|this|it)(?:'s|\s(?:is|was|seems))\s)?(?:wrong|incorrect|false|impossible
-    |not\s(?:right|correct|true)))\b|no[,.:!]|[这那]?是?(?:错|不对))"""
+    |not\s(?:right|correct|true)))\b|no[,.:!]|[这那]?是?(?:错|不对)|等等|更正)"""
 )
+_SUM = re.compile(r"[\s\d.,$\\+*×/÷()−–-]*[\d)]\s*=\s*(?=\\?\$?\d)")
+_COUNT = re.compile(
+    r"(?i)((?:\\?[$€£¥])?[-−–]?\d[\d,.]*(?:\s?%)?(?:\s+[a-z]+[^suix\W]s\b)?)(?:\s+[^\W\d_][^\d\\=+*/^<>]*)?"
+)
+_CHANGED = re.compile(
+    r"""(?ix)\s(?:[ap]\.?m\b|(?:more|less|fewer|greater)\sthan|(?:or|over\s\d|through|out|divided|multiplied|times|plus|minus|point|modulo|mod|base
+    |choose|squared|cubed|factorial|percent|per\scent|halves|half|quarters?|thirds?|dozens?|lakh|crore|tens|ones|pairs?|to\sthe|to\s\w+ty
+    |and\s(?:an?|one|two|three)|at\s(?:least|most)|(?:(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|hundred|\w+teen|\w+tie)ths?)|(?:\w*hundred|thousand|\w+illion)s?)\b)"""
+)
+"""A sum before the last side of an equation; a number, what is counted and words behind; words that make it another."""
+_LABEL = re.compile(
+    r"(\(?[A-H]\)|[A-H][.:])\s(?!.*\b(?:[A-H]|is|not|or|and|wrong|incorrect|false)\b)[^\W\d_][^\d\\$=+*/^<>]*"
+)
+"""The letter of a choice and its words: (B) hyperbola."""
 _REFUSED = re.compile(r"(?i)(?:cannot|n't|\bnot|unable\sto)\s(?:\w+\s){0,2}(?:answer|solve|determine|know|sure|help)\b")
 
 
@@ -96,7 +110,8 @@ def stated_answers(text: str) -> list[str]:
     2. The last `<answer>…</answer>`; the end tag may be missing. One sentence is a statement, more are read as 3 and 4.
     3. The last statement ("the answer is …", "Answer: …", "… is the answer", 答案是…, 故选…, …是答案, `#### …`), up to
        what denies or explains it: "18, not 17" states 18. What is denied, asked or supposed states nothing.
-    4. The last expression: the list or equation that ends a sentence, else what math-verify reads there, to the end.
+    4. The last expression: the list or equation that ends a sentence, else what math-verify reads there. Words behind a
+       number are dropped unless they may change it.
 
     What is before `</think>` counts only if nothing follows. In a thought that is cut off, only boxes and tags count. A
     response that ends inside its only box states nothing.
@@ -190,14 +205,19 @@ def _clause(text: str, start: int, end: int = _REACH) -> tuple[str, int]:
             break
         start = token.end()
         found += "\\$" if token["money"] else token[0]
-    return _SIGNS.sub("", found).strip(' \t\n:;,*"“”').rstrip(".,"), start
+    found = _SIGNS.sub("", found).strip(' \t\n:;,*"“”').rstrip(".,")
+    return label[1] if (label := _LABEL.fullmatch(found)) else found, start
 
 
 def _last_expression(text: str) -> str | None:
     """What the last sentence with a value ends with: a list or an equation, else what math-verify reads."""
     from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig, get_extraction_regexes  # slow to import
 
-    text = re.sub(r"[^.!?？。\n]*[?？]", "", _PROSE.sub(lambda found: found[0].replace("\n", " "), text[-3 * _REACH :]))
+    text = re.sub(
+        r"[^.!?？。\n]*[?？]|\((?!mod\b)[a-z]{3,}[\s'][^()]*\)",
+        "",
+        _PROSE.sub(lambda found: found[0].replace("\n", " "), text[-3 * _REACH :]),
+    )
     kinds = get_extraction_regexes((LatexExtractionConfig(), ExprExtractionConfig()))
     patterns = [pattern for patterns, _ in kinds for pattern, priority in patterns if priority == 300]  # of no phrase
     for sentence in [] if _REFUSED.search(text[-_REACH:]) else reversed(_SENTENCE.split(text)):
@@ -206,5 +226,7 @@ def _last_expression(text: str) -> str | None:
             found = [(each.end(), -each.start()) for pattern in patterns for each in pattern.finditer(sentence)]
             start = -max(found)[1] if found else len(sentence)
         if start < len(sentence):
-            return None if _DOUBT.search(_CLAUSE.split(sentence[:start])[-1]) else _statement(sentence, start)[0]
+            value = _SUM.sub("", _statement(sentence, start)[0], count=1)
+            counted = None if _CHANGED.search(value) else _COUNT.fullmatch(value)
+            return None if _DOUBT.search(_CLAUSE.split(sentence[:start])[-1]) else counted[1] if counted else value
     return None
