@@ -35,21 +35,22 @@ _FONT = re.compile(
 )
 _CONSTANT = re.compile(r"\\text\s*\{\s*\\?(e|i|pi)\s*\}|\\(i)math(?![a-zA-Z])|(?<![a-zA-Z\\])(pi|infinity)(?![a-zA-Z])")
 _CONSTANTS = {"e": "e", "i": "i", "pi": "\\pi ", "infinity": "\\infty "}
-_TEXT_NUMBER = re.compile(r"\\text\s*\{\s*([-+]?[\d.,]*\d)(?:\s*|([^{}\d]+))\}")
+_TEXT_NUMBER = re.compile(r"(?<!\d)\\text\s*\{\s*([-+]?[\d.,]*\d)(?:\s*|([^{}\d]+))\}")
 _PER_CENT = re.compile(r"\s*\\text\s*\{\s*per ?cent\s*\}|(?<=[\d}])\s*per ?cent$")
 _TYPED_AND = re.compile(r"(?<![a-zA-Z\\])(and|or)(?![a-zA-Z]|[^{}]*\})")
 _SPELLINGS = r"""\dfrac:\frac \tfrac:\frac \cfrac:\frac \dbinom:\binom \tbinom:\binom \leq:\le \geq:\ge \leqslant:\le
-\geqslant:\ge <=:\le~ >=:\ge~ \lt:< \gt:> \neq:\ne !=:\ne~ \not=:\ne~ \times:\cdot \degree:^\circ \degrees:^\circ
+\geqslant:\ge <=:\le~ >=:\ge~ \lt:< \gt:> \neq:\ne !=:\ne~ \not=:\ne~ \degree:^\circ \degrees:^\circ
 \lg:\log_{10} \log_e:\ln \backslash:\setminus \varnothing:\emptyset \lbrace:\{ \rbrace:\} \lvert:| \rvert:| \vert:|
 \%:% ^{\circ}:^\circ {,}:, **:^ \ldots:\dots \cdots:\dots ...:\dots~ \langle:( \rangle:) \R:\mathbb{R}"""
 _REPLACED = dict(pair.split(":") for pair in _SPELLINGS.split())
-_REPLACE = re.compile("|".join(re.escape(key) + ("(?![a-zA-Z])" if key[-1].isalpha() else "") for key in _REPLACED))
+_KEYS = "|".join(re.escape(key) + ("(?![a-zA-Z])" if key[-1].isalpha() else "") for key in _REPLACED)
+_REPLACE = re.compile(_KEYS.replace("!=", r"(?<!\d)!="))  # 4!=24 states a factorial
 _TYPED = r"""−- –- —- ‐- ‑- ×\times ·\cdot ⋅\cdot ÷\div ±\pm ∓\mp ∞\infty ∪\cup ∩\cap ∈\in ∅\emptyset ≤\le ≥\ge ≠\ne
 ≈\approx ∠\angle °^\circ º^\circ ∶: ⁄/ 、, 。. …\dots ⋯\dots ′'
 ℝ\mathbb{R} ℤ\mathbb{Z} ℚ\mathbb{Q} ℕ\mathbb{N} ℂ\mathbb{C} α\alpha β\beta
 γ\gamma δ\delta ε\epsilon θ\theta λ\lambda μ\mu π\pi ρ\rho σ\sigma τ\tau φ\phi ω\omega Δ\Delta Ω\Omega"""
 _SIGNS = str.maketrans({pair[0]: pair[1:] + " " * pair[-1].isalpha() for pair in _TYPED.split()})
-_RAISED = re.compile(r"([⁰¹²³⁴-⁹⁺⁻ⁿ]+)|([₀-₉₊₋]+)|[¼-¾⅐-⅞]")
+_RAISED = re.compile(r"([¹²³ʰ-ʸˠ-ˤᴬ-ᵡᶛ-ᶿ⁰-ⁿⱽ]+)|([ᵢ-ᵪ₀-ₜⱼ]+)|[¼-¾⅐-⅞]")
 _ROOT = re.compile(
     r"(?:√|(?<![a-zA-Z\\])sqrt(?= *\())\s*(?:\{([^{}]*)\}|\(([^()]*)\)|(\d+(?:\.\d+)?|[a-zA-Z]|\\[a-zA-Z]+))"
 )
@@ -73,15 +74,16 @@ GREEK = (
 _TOKEN = rf" ?(\d|[a-zA-Z]|\\(?:{GREEK})(?![a-zA-Z]))"
 """What an argument without braces is: \\frac12 is a half. Of several digits (\\sqrt17) TeX would take the first one,
 which is not what is meant: these are left as they are, and are no formula."""
-_BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"
+BRACES = r"\{(?:[^{}]|\{[^{}]*\})*\}"
 _DENSE = (
     (r"(\\[a-zA-Z]+)\s+(?=[a-zA-Z])", r"\1~"),  # \pi r is not \pir
     (r"(\^|(?<!\\log)_)\s*(-(?:\d+|[a-zA-Z])|\d+)", r"\1{\2}"),  # 10^-5 is typed for 10^{-5}
     (r"\s+", ""),
     ("~", " "),
+    (r"\\times(?![a-zA-Z])(?! ?\\(?:vec|hat|over)|(?<=[a-zA-Z]\\times) ?[a-zA-Z])", r"\\cdot "),  # no cross product
     (rf"\\(frac|binom(?! ?\d\d\d))(?![a-zA-Z]){_TOKEN}(?=.)", r"\\\1{\2}"),
     (rf"(\\(?:frac|binom)\{{[^{{}}]*\}}|\\sqrt(?:\[[^\[\]{{}}]*\]|(?![a-zA-Z]))){_TOKEN}(?!\d)", r"\1{\2}"),
-    (rf"(\^|\\sqrt(?:\[[^\[\]{{}}]*\])?)(\\(?:frac|binom){_BRACES}{_BRACES})", r"\1{\2}"),
+    (rf"(\^|\\sqrt(?:\[[^\[\]{{}}]*\])?)(\\(?:frac|binom){BRACES}{BRACES})", r"\1{\2}"),
     (r"(\\(?:vec|hat|bar|tilde|dot|overline|overrightarrow|mathbb))(?![a-zA-Z]) ?([a-zA-Z])(?![a-zA-Z\d])", r"\1{\2}"),
     (r"(?<=[\w)}])\*(?=[\w(\\{])", r"\\cdot "),
     (r"([\^_])\{(\w|\\circ)\}(?!\d)", r"\1\2"),
@@ -94,7 +96,7 @@ _UNIT = re.compile(
     r"(?:(?: +|/)(?!(?:and|or)(?![a-zA-Z]))[a-zA-Z.]+)*)|\s*([cmk]m|kg|mph))(\^\{?[23]\}?)?\.?$"
 )
 """A unit that is typed without `\\text`: known short ones, and words, after a number. A single letter is a variable."""
-_GROUPED = re.compile(r"(?<=\d)(?:,?\s*\\[!,]\s*|\{,\})(?=\d{3}(?!\d))")
+_GROUPED = re.compile(r"(?<=\d)(?:\s*\\[!,]\s*|,\s*\\!\s*|\{,\})(?=\d{3}(?!\d))")
 _THOUSANDS = re.compile(r"(?<![\d.,])[1-9]\d{0,2}(?:,\d{3})+(?!\d|,\d)")
 _BRACKET = re.compile(r"(\\[()\[\]{}]|[()\[\]{}])")
 _SCIENTIFIC = re.compile(r"((?:^|[,;(\[{=<>\s])[+-]?(?:\d+\.?\d*|\.\d+))[eE]([+-]?\d{1,4})(?=\s*(?:$|[,;)\]}=<>%]|\\))")

@@ -29,6 +29,7 @@ _MATRIX = re.compile(r"\\begin\{([pb]?matrix)\}(.*)\\end\{\1\}", re.DOTALL)
 _BASE = re.compile(r"(-?[0-9A-Z]+)_(\d|\{\d\d\})")
 _WORDS = re.compile(r"\(?(?:\\text\{[^{}\\]*\}|[A-Z]{2,}|[A-Z][a-z]+|[a-z]{3,})\)?")
 _TEXTS = re.compile(r"\\text\{([^{}]*)\}")
+_BLANKS = re.compile(r"(?<![\d ]) ++| ++(?!\d)")  # what may be left out: no blank between two digits
 _SETS = re.compile(r"\\(?:cup|cap|setminus|mid|in|mathbb|emptyset)(?![a-z])|[<>\[\]]|\\(?:\{|[lgn]e)|real ?numbers")
 
 
@@ -57,7 +58,7 @@ def same_answer(one: str, other: str) -> bool:
     if max(len(one), len(other)) > 2 * LONGEST:  # no answer is this long, and the patterns take quadratic time
         return one == other
     first, second = (canonical_latex(tidy_answer(text)) for text in (one, other))
-    if _TEXTS.sub(r"\1", first).replace(" ", "") == _TEXTS.sub(r"\1", second).replace(" ", ""):
+    if _BLANKS.sub("", _TEXTS.sub(r" \1 ", first)) == _BLANKS.sub("", _TEXTS.sub(r" \1 ", second)):
         return bool(first)
     return bool(first and second) and _same(_read(first), _read(second))
 
@@ -109,9 +110,9 @@ def _list(text: str, entries: list[Answer]) -> Answer:
     names = [each.name for each in entries if each.name and each.reals is None]
     if "\\dots" in text or not (names == [entries[0].name] or len(names) in (0, len(entries))):
         return Answer("text", text)
-    if len({*names}) <= 1 or len({name.partition("_")[0] for name in names}) == 1:  # x_1 and x_2 are values of one x
+    if len({*names}) <= 1:
         bare = [replace(each, name="") if each.reals is None else each for each in entries]
-        return Answer("list", text, bare, joined, names[0] if len({*names}) == 1 else "")
+        return Answer("list", text, bare, joined, names[0] if names else "")
     return _assigned(text, names, entries) if joined in ("", "and") else Answer("text", text)
 
 
@@ -159,7 +160,8 @@ def _single(text: str, depth: int) -> Answer:
     ):
         return Answer("text", base[1], unit=f"base {base[2]}")
     if _WORDS.fullmatch(text):
-        return Answer("words", text, mark=re.sub(r"[\s(){}.,;:]", "", _TEXTS.sub(r"\1", text)).casefold())
+        words = re.sub(r"[\s(){}.,;:](?!(?<=\d.)\d)", " ", _TEXTS.sub(r"\1", text))
+        return Answer("words", text, mark=_BLANKS.sub("", words).casefold())
     if not (found := read_quantity(text)):
         return Answer("text", text)
     kind = "number" if found.value is not None else "text" if "\\text" in found.text else "formula"

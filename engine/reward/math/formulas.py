@@ -16,7 +16,7 @@ from itertools import accumulate
 from math import comb, prod
 from typing import Any, TypeAlias, TypeVar
 
-from engine.reward.math.canonical import GREEK
+from engine.reward.math.canonical import BRACES, GREEK
 
 T = TypeVar("T")
 Candidate: TypeAlias = Any
@@ -30,18 +30,29 @@ _DEEPEST = 15
 """Deepest nesting of brackets in a formula; half of it for functions, of which the parser takes exponential time."""
 _BITS = 200_000
 """Largest size of a power that is computed exactly."""
-_TERMS = 1_000
+_TERMS = 500
 """Largest number of terms that a difference may expand to."""
 _SENSELESS = (ArithmeticError, AttributeError, LookupError, NameError, NotImplementedError, TypeError, ValueError)
 """What SymPy raises for formulas without meaning, and `_check` for large ones."""
-_TOWER = re.compile(
+_FUNCTION = r"\\(?:(?:arc)?(?:sin|cos|tan)|(?:sin|cos|tan)h|cot|sec|csc|log|ln|exp)(?![a-zA-Z])"
+_SCRIPTS = rf"(?:[\^_](?:\w|{BRACES}))*+"
+_ARGUMENTS = rf"(?:\[\w+\])?(?:{BRACES})++"
+_FACTOR = rf"(?:[\d.]+|[a-zA-Z]|\\(?:{GREEK})(?![a-zA-Z]) ?|\\(?:frac|binom|sqrt){_ARGUMENTS}|\|[^|]*\|){_SCRIPTS}"
+_END = rf"(?=$|[-+,)}}&]|\|(?:$|[)}}+])|\\(?:cdot|\\|rfloor|rceil|end)|{_FUNCTION})"
+_ARGUMENT = re.compile(rf"({_FUNCTION}{_SCRIPTS}) ?({BRACES}|(?:{_FACTOR})++){_END}")
+"""What a function without brackets is applied to: factors up to a sign, so that \\ln 2\\cdot 3 is 3\\ln 2."""
+_QUOTIENT = re.compile(r"(?<![\w.^/)}])(\d+(?:\.\d+)?)/(\d+(?:\.\d+)?)(?![\d.^!])")
+_MIXED = re.compile(r"(?<![\d.^_])(\d+)(\\frac\{\d+\}\{\d+\})")
+_REFUSED = re.compile(
     r"\^\{[^{}^a-zA-Z]{0,20}\^|\^(?:\d+|[a-zA-Z])\^|\^\{?\(?-?\d{5}|[+-][^()]*\)\^\{?\d{3}|\d{5,}\)?!|!!"
-    r"|\d{5,}.{0,3}\\choose|\\binom\{?\d{5}|\\(?:frac|binom)\{[^{}]*\}(?!\{)"
+    r"|\d{5,}.{0,3}\\choose|\\binom\{?\d{5}|(?:\|[^|]*){13}|\\(?:frac|binom)\{[^{}]*\}(?!\{)"
+    rf"|(?:/|\\div) ?(?!(?:{_FACTOR}|{_FUNCTION}{_SCRIPTS}\([^()]*\)|\([^()]*\){_SCRIPTS}|{BRACES})!?(?:/|{_END}))"
+    rf"|{_FUNCTION}{_SCRIPTS} ?+(?!\()"
 )
-"""What the parser itself would take minutes for: powers of powers of numbers, large factorials and binomials; and
-fractions of one argument, whose second one it would guess."""
+"""What the parser itself would take minutes for: powers of powers of numbers, large factorials and binomials, many
+bars; and what it would guess: the second argument of a fraction, where a denominator or a function's argument ends."""
 _READ = re.compile(
-    rf"(?:\\(?:{GREEK}|(?:frac|binom)(?=\{{)|sqrt(?=[{{[(])|cdot|div|infty|log|ln|exp|(?:arc)?(?:sin|cos|tan)|sinh|cosh|tanh|cot|sec|csc|max|min"
+    rf"(?:{_FUNCTION}|\\(?:{GREEK}|(?:frac|binom)(?=\{{)|sqrt(?=[{{[(])|cdot|div|infty|max|min"
     r"|[lr](?:floor|ceil)|(?:vec|bar|hat|overline|overrightarrow)(?=\{)|(?:begin|end)\{[pb]?matrix\})(?![a-zA-Z])"
     r"|\\\\|(?<=\\sqrt)\[\w+\]|(?<=[a-zA-Z}])_|[a-zA-Z0-9 .,|!+*/^(){}&-])+"
 )
@@ -95,7 +106,7 @@ def same_equation(one: list[str], other: list[str]) -> bool:
 def constant(latex: str) -> Fraction | None:
     """The value of a real formula without variables, exactly or to three hundred digits; None for anything else."""
     if (found := read_formula(latex)).is_Rational:
-        return _fraction(found)
+        return Fraction(found)
     return Fraction(int(_values(found)[0] * 10**300), 10**300)
 
 
@@ -131,9 +142,12 @@ def _parse(latex: str) -> Candidate:
     from math_verify import LatexExtractionConfig
 
     latex = _DEGREES.sub(r"(\\frac{\1\\pi}{180})", latex) if ANGLE.search(latex) else latex
+    latex = _MIXED.sub(r"(\1+\2)", _QUOTIENT.sub(r"\\frac{\1}{\2}", latex))
+    for _ in range(_DEEPEST // 2):  # functions in the arguments of functions
+        latex = _ARGUMENT.sub(r"\1(\2)", latex)
     depth = max(accumulate((mark in "([{") - (mark in ")]}") for mark in latex), default=0)
-    nested = min(depth, len(re.findall(r"\\(?:[a-z]*(?:sin|cos|tan)h?|cot|sec|csc|log|ln|exp)", latex)))
-    if not _READ.fullmatch(latex) or _TOWER.search(latex) or len(latex) > LONGEST or max(depth, 2 * nested) > _DEEPEST:
+    depth = max(depth, 2 * min(depth, len(re.findall(_FUNCTION, latex))))
+    if not _READ.fullmatch(latex) or _REFUSED.search(latex) or len(latex) > LONGEST or depth > _DEEPEST:
         raise ValueError(latex)
     whole = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="all")
     found = _parsed(f"${latex}$", [LatexExtractionConfig(normalization_config=whole)])
@@ -153,24 +167,27 @@ def _parsed(text: str, configuration: list[Any] | None = None) -> list[Any]:
 
 
 def _exact(part: Candidate) -> Candidate:
-    """The expression with decimals as fractions and i as the imaginary unit, put together anew by SymPy's own rules.
-    Raises OverflowError for a large exponent or argument."""
+    """The expression with decimals as fractions, i as the imaginary unit and other symbols as complex numbers, put
+    together anew by SymPy's own rules. Raises OverflowError for a large exponent or argument."""
     from sympy import Float, Function, I, MatMul, MatrixBase, Pow, Rational, Symbol, UnevaluatedExpr, exp, log
 
     if isinstance(part, MatrixBase):
         return part.applyfunc(_exact)
     if isinstance(part, Float):
         return Rational(str(part))
-    if isinstance(part, Symbol) and part.name == "i":
-        return I
+    if isinstance(part, Symbol):
+        return I if part.name == "i" else Symbol(part.name)
     arguments = [*map(_exact, part.args)]
     if isinstance(part, (UnevaluatedExpr, MatMul)):
         return prod(arguments)
     if isinstance(part, Pow) and all(each.is_Rational for each in arguments):
-        _check(abs(arguments[1]) * (int(arguments[0].p).bit_length() + int(arguments[0].q).bit_length()), _BITS)
+        bits = int(arguments[0].p).bit_length() + int(arguments[0].q).bit_length()
+        _check(abs(arguments[1]) * bits, _BITS if arguments[1].is_Integer else _BITS // 200)
     elif isinstance(part, (Pow, Function)) and not isinstance(part, log):
         for each in arguments[isinstance(part, Pow) :]:
             _check(abs(each).evalf(5) if each.is_number else 0, _BITS if isinstance(part, (Pow, exp)) else 10**300)
+    if isinstance(part, Pow) and arguments[0].is_negative and arguments[1].is_Rational and arguments[1].q % 2:
+        return (-1) ** int(arguments[1].p) * (-arguments[0]) ** arguments[1]  # the real root
     return part.func(*arguments) if arguments else part
 
 
@@ -193,20 +210,14 @@ def _same(one: Candidate, other: Candidate, rounded: bool = False) -> bool:
     from sympy import Add
 
     if one.is_Rational and other.is_Rational:
-        return values_near(_fraction(one), _fraction(other), rounded)
+        return values_near(Fraction(one), Fraction(other), rounded)
     if one == other:
         return True
     if one.free_symbols or other.free_symbols:
         return all(_same(factor, factor * 0) for factor in _terms(one - other).values())
     ours, theirs = _values(one, other)
-    if values_near(ours, theirs, rounded):
-        return True
     values = _values(*Add.make_args(one - other))
-    return bool(abs(sum(values)) * 10**600 <= max(map(abs, values)))
-
-
-def _fraction(number: Candidate) -> Fraction:
-    return Fraction(int(number.p), int(number.q))
+    return values_near(ours, theirs, rounded) or bool(abs(sum(values)) * 10**600 <= max(map(abs, values)))
 
 
 def _values(*numbers: Candidate) -> list[Candidate]:
@@ -227,8 +238,7 @@ def _terms(difference: Candidate) -> dict[Candidate, Candidate]:
     from sympy.functions.elementary.hyperbolic import HyperbolicFunction
     from sympy.functions.elementary.trigonometric import TrigonometricFunction
 
-    angles = [type(each) for each in difference.atoms(TrigonometricFunction, HyperbolicFunction)]
-    difference = difference.rewrite(angles, exp) if angles else difference
+    difference = difference.rewrite([TrigonometricFunction, HyperbolicFunction], exp)
     _size(difference)
     found: dict[Candidate, Candidate] = {}
     for term in Add.make_args(expand(expand(difference.as_numer_denom()[0]))):

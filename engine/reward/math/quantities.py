@@ -13,27 +13,22 @@ _UNIT = re.compile(
 )
 _CURRENCY = re.compile(r"([+-]?)(?:\\?([$€£¥]))+(?=.)")
 _NAMES = """mm millimeter millimetre 毫米, cm centimeter centimetre 厘米, dm decimeter decimetre 分米, m meter metre 米,
-km kilometer kilometre 千米 公里, in inch inche, ft foot feet, yd yard, mi mile, mg milligram 毫克, g gram 克,
-kg kilogram 千克 公斤, jin 斤, ton tonne 吨, lb pound, oz ounce, s sec second 秒, min minute 分钟, h hr hour 小时 时,
-day 天, week 周 星期, month 个月, year 年, decade, cent, dollar $ USD 美元, yen yuan ¥ 元, jiao 角, euro €, £, am, pm,
-gallon, quart, pint, acre, liter litre 升, ml milliliter millilitre 毫升, degree 度, radian rad, C, F, unit"""
+km kilometer kilometre 千米 公里, in inch inche, ft foot feet, yd yard, mi mile, mg milligram 毫克, g gram 克, kg
+kilogram 千克 公斤, jin 斤, ton tonne 吨, lb pound, oz ounce, s sec second 秒, min minute 分钟, h hr hour 小时 时
+个小时, mi/h mph, km/h kph, day 天, week 周 星期, month 个月, year 年, decade, cent, dollar $ USD 美元, yen yuan ¥ 元,
+jiao 角, euro €, £, am, pm, gallon, quart, pint, acre, liter litre 升, ml milliliter millilitre 毫升, degree 度, radian
+rad, C, F, unit"""
 _KNOWN = {name: names.split()[0] for names in _NAMES.split(",") for name in names.split()}
-_SPELLED = {
-    r"平方": " square ",
-    r"立方": " cubic ",
-    r"每|\bper\b": "/",
-    r"个小时": "小时",
-    r"\bmph\b": "mi/h",
-    r"\bkph\b": "km/h",
-}
-_SPELLED |= {r"\b(?:square|sq) *(\w+)": r"\1^2", r"\b(?:cubic|cu) *(\w+)": r"\1^3", r" squared": "^2", r" cubed": "^3"}
+_SPELLED = {r"平方": " square ", r"立方": " cubic ", r"每|\bper\b": "/", r" squared": "^2", r" cubed": "^3"}
+_SPELLED |= {r"\b(?:square |sq) *(\w+)": r"\1^2", r"\b(?:cubic|cu) *(\w+)": r"\1^3"}
 _COUNTED = re.compile(
     r"(?:(?:distinct|different|possible|positive|real|right|ordered|total) )?"
     r"(?!\w*(?:ths|thirds|halves|quarters|scores|times|(?:hundred|thousand|illion|dozen|lakh|crore|factorial|reciprocal"
-    r"|inverse|fail|percent|term|exclude|gros|les)s)$)[a-z]+[^suix\W]s|people|(?:wo)?men|children"
-    r"|[个种名位条只张本件块组对根次双棵][^一二三四五六七八九十百千万亿两半多余以上下内外左右约成的根不少或且和号大于至比]{0,4}(?<!次方)"
+    r"|inverse|fail|percent|term|exclude|gros|les|\b(?:one|two|three|four|five|sixe|seven|eight|nine|ten|pair|couple|trio"
+    r"|negative|square|cube|power|digit|log|zero|multiple|equal|exceed|divide))s)$)[a-z]+[^suix\W]s|people|(?:wo)?men|children"
+    r"|[个种名位条只张本件块组根次棵][^一二三四五六七八九十百千万亿两半多余以上下内外左右约成的根不少或且和号大于至比负]{0,4}(?<![次平]方)"
 )
-"""What is counted: a noun in the plural, or a Chinese measure word. No part (7 eighths), no scale, no judgement."""
+"""What is counted: a noun in the plural, or a Chinese measure word. No part (7 eighths), scale, number or judgement."""
 _SCALES = {"dozen": 12, "hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
 _SCALES |= {"百": 100, "千": 10**3, "万": 10**4, "亿": 10**8}
 _SCALE = re.compile(rf"({'|'.join(_SCALES)})s?(?![a-z克米]) ?(?:of )?")
