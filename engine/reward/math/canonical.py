@@ -35,7 +35,7 @@ _FONT = re.compile(
 )
 _CONSTANT = re.compile(r"\\text\s*\{\s*\\?(e|i|pi)\s*\}|\\(i)math(?![a-zA-Z])|(?<![a-zA-Z\\])(pi|infinity)(?![a-zA-Z])")
 _CONSTANTS = {"e": "e", "i": "i", "pi": "\\pi ", "infinity": "\\infty "}
-_TEXT_NUMBER = re.compile(r"(?<!\d)\\text\s*\{\s*([-+]?[\d.,]*\d)(?:\s*|([^{}\d]+))\}")
+_TEXT_NUMBER = re.compile(r"(?<![\d}])\\text\s*\{\s*([-+]?[\d.,]*\d)(?:\s*|([^{}\d]+))\}")
 _PER_CENT = re.compile(r"\s*\\text\s*\{\s*per ?cent\s*\}|(?<=[\d}])\s*per ?cent$")
 _TYPED_AND = re.compile(r"(?<![a-zA-Z\\])(and|or)(?![a-zA-Z]|[^{}]*\})")
 _SPELLINGS = r"""\dfrac:\frac \tfrac:\frac \cfrac:\frac \dbinom:\binom \tbinom:\binom \leq:\le \geq:\ge \leqslant:\le
@@ -80,7 +80,7 @@ _DENSE = (
     (r"(\^|(?<!\\log)_)\s*(-(?:\d+|[a-zA-Z])|\d+)", r"\1{\2}"),  # 10^-5 is typed for 10^{-5}
     (r"\s+", ""),
     ("~", " "),
-    (r"\\times(?![a-zA-Z])(?! ?\\(?:vec|hat|over)|(?<=[a-zA-Z]\\times) ?[a-zA-Z])", r"\\cdot "),  # no cross product
+    (r"\\times(?![a-zA-Z])(?!.*\\(?:vec|hat|over)|(?<=[a-zA-Z]\\times) ?[a-zA-Z])", r"\\cdot "),  # no cross product
     (rf"\\(frac|binom(?! ?\d\d\d))(?![a-zA-Z]){_TOKEN}(?=.)", r"\\\1{\2}"),
     (rf"(\\(?:frac|binom)\{{[^{{}}]*\}}|\\sqrt(?:\[[^\[\]{{}}]*\]|(?![a-zA-Z]))){_TOKEN}(?!\d)", r"\1{\2}"),
     (rf"(\^|\\sqrt(?:\[[^\[\]{{}}]*\])?)(\\(?:frac|binom){BRACES}{BRACES})", r"\1{\2}"),

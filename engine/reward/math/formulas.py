@@ -32,7 +32,7 @@ _BITS = 200_000
 """Largest size of a power that is computed exactly."""
 _TERMS = 500
 """Largest number of terms that a difference may expand to."""
-_SENSELESS = (ArithmeticError, AttributeError, LookupError, NameError, NotImplementedError, TypeError, ValueError)
+_SENSELESS = (ArithmeticError, AttributeError, LookupError, NameError, RuntimeError, SyntaxError, TypeError, ValueError)
 """What SymPy raises for formulas without meaning, and `_check` for large ones."""
 _FUNCTION = r"\\(?:(?:arc)?(?:sin|cos|tan)|(?:sin|cos|tan)h|cot|sec|csc|log|ln|exp)(?![a-zA-Z])"
 _SCRIPTS = rf"(?:[\^_](?:\w|{BRACES}))*+"
@@ -45,12 +45,13 @@ _QUOTIENT = re.compile(r"(?<![\w.^/)}])(\d+(?:\.\d+)?)/(\d+(?:\.\d+)?)(?![\d.^!]
 _MIXED = re.compile(r"(?<![\d.^_])(\d+)(\\frac\{\d+\}\{\d+\})")
 _REFUSED = re.compile(
     r"\^\{[^{}^a-zA-Z]{0,20}\^|\^(?:\d+|[a-zA-Z])\^|\^\{?\(?-?\d{5}|[+-][^()]*\)\^\{?\d{3}|\d{5,}\)?!|!!"
-    r"|\d{5,}.{0,3}\\choose|\\binom\{?\d{5}|(?:\|[^|]*){13}|\\(?:frac|binom)\{[^{}]*\}(?!\{)"
+    r"|\d{5,}.{0,3}\\choose|\\binom\{?\d{5}|(?:\|[^|]*){13}|\\(?:frac|binom)\{[^{}]*\}(?!\{)|\^\w!|\^T|_\w_|\.\d+\."
+    r"|\\[A-Z]|\|[^|]*[\w)}]\|[\w(\\][^|]*[\w)}]\|"
     rf"|(?:/|\\div) ?(?!(?:{_FACTOR}|{_FUNCTION}{_SCRIPTS}\([^()]*\)|\([^()]*\){_SCRIPTS}|{BRACES})!?(?:/|{_END}))"
     rf"|{_FUNCTION}{_SCRIPTS} ?+(?!\()"
 )
 """What the parser itself would take minutes for: powers of powers of numbers, large factorials and binomials, many
-bars; and what it would guess: the second argument of a fraction, where a denominator or a function's argument ends."""
+bars. What it would guess: \\Delta, which it lowers, a fraction's second argument, where bars or arguments end."""
 _READ = re.compile(
     rf"(?:{_FUNCTION}|\\(?:{GREEK}|(?:frac|binom)(?=\{{)|sqrt(?=[{{[(])|cdot|div|infty|max|min"
     r"|[lr](?:floor|ceil)|(?:vec|bar|hat|overline|overrightarrow)(?=\{)|(?:begin|end)\{[pb]?matrix\})(?![a-zA-Z])"
@@ -150,7 +151,7 @@ def _parse(latex: str) -> Candidate:
     if not _READ.fullmatch(latex) or _REFUSED.search(latex) or len(latex) > LONGEST or depth > _DEEPEST:
         raise ValueError(latex)
     whole = NormalizationConfig(basic_latex=True, malformed_operators=True, nits=True, boxed="all")
-    found = _parsed(f"${latex}$", [LatexExtractionConfig(normalization_config=whole)])
+    found = _parsed(f"${latex.replace('gamma', 'varsigma')}$", [LatexExtractionConfig(normalization_config=whole)])
     return next(each for each in [*found, None] if not isinstance(each, str))
 
 
