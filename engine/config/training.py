@@ -357,7 +357,7 @@ class Platform(Table):
     devices_per_node: PositiveInt = 8
     """Number of accelerators of one node. `run.dry` reads it, and it decides how many instances a node of the rollout
     pool takes. 8 is usual; 16 for Atlas A3."""
-    memory_gib: PositiveFloat = 60.9
+    memory_gib: Annotated[PositiveFloat, only_with("platform.device", "auto", "cuda", "npu")] = 60.9
     """Memory of one accelerator in GiB as torch reports it (`metronome doctor --device`), read by `run.dry`. 60.9 is
     that of a 64 GB Ascend 910B; an 80 GB H100 or H800 has 79.1."""
     network_gbps: PositiveFloat = 200.0

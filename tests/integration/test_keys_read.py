@@ -61,6 +61,7 @@ ELSEWHERE = {
     "evaluate.max_wait_s": "training waits for an evaluation",
     "evaluate.folder": "a benchmark is given by name",
     "platform.network_gbps": "`metronome plan`",
+    "platform.memory_gib": "there are accelerators",
 }
 """Keys that a run reads when something happens, and those of other commands."""
 COPIED = {
