@@ -82,8 +82,9 @@ _DOUBT = re.compile(
     |(?:roots?|squares?|cube|reciprocal|inverse|opposite|half|multiples?|factors?|out|instead|power|\w+ths?)\sof))\s*$"""
 )
 _REFUTED = re.compile(
-    r"""(?ix)[^\w?？]*(?:right)?[?？吗]|[\W]*(?:(?:but(?!\snot)|however|(?:no\s)?wait|hmm|actually|oops|sorry|hold\son|on\ssecond\sthought|I\s(?:disagree|doubt|apologi[sz]e|made\san?)|that\swas\sa\smistake|(?:which|that|this|it)
-    \s(?:isn't|can't)|(?:(?:which|that|this|it)(?:'s|\s(?:is|was|seems))\s)?(?:wrong|incorrect|false|impossible
+    r"""(?ix)[^\w?？]*(?:right)?[?？吗]|[\W]*(?:(?:but(?!\snot)|however|(?:no\s)?wait|hmm|actually|oops|sorry|hold\son|on\ssecond\sthought
+    |I\s(?:disagree|doubt|apologi[sz]e|made\san?)|that\swas\sa\smistake|(?:which|that|this|it)\s(?:isn't|can't)
+    |(?:(?:which|that|this|it)(?:'s|\s(?:is|was|seems))\s)?(?:wrong|incorrect|false|impossible
     |not\s(?:right|correct|true)))\b|no[,.:!]|[这那]?是?(?:错|不对)|等等|更正)"""
 )
 _SUM = re.compile(r"[\s\d.,$\\+*×/÷()−–-]*[\d)]\s*=\s*(?=\\?\$?\d)")
@@ -91,9 +92,10 @@ _COUNT = re.compile(
     r"(?i)((?:\\?[$€£¥])?[-−–]?\d[\d,.]*(?:\s?%)?(?:\s+[a-z]+[^suix\W]s\b)?)(?:\s+[^\W\d_][^\d\\=+*/^<>]*)?"
 )
 _CHANGED = re.compile(
-    r"""(?ix)\s(?:[ap]\.?m\b|(?:more|less|fewer|greater)\sthan|(?:or|over\s\d|through|out|divided|multiplied|times|plus|minus|point|modulo|mod|base
-    |choose|squared|cubed|factorial|percent|per\scent|halves|half|quarters?|thirds?|dozens?|lakh|crore|tens|ones|pairs?|to\sthe|to\s\w+ty
-    |and\s(?:an?|one|two|three)|at\s(?:least|most)|(?:(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|hundred|\w+teen|\w+tie)ths?)|(?:\w*hundred|thousand|\w+illion)s?)\b)"""
+    r"""(?ix)\s(?:[ap]\.?m\b|(?:more|less|fewer|greater)\sthan|(?:or|over\s\d|through|out|divided|multiplied|times|plus|minus
+    |point|modulo|mod|base|choose|squared|cubed|factorial|percent|per\scent|halves|half|quarters?|thirds?|dozens?|lakh|crore
+    |tens|ones|pairs?|to\sthe|to\s\w+ty|and\s(?:an?|one|two|three)|at\s(?:least|most)|(?:\w*hundred|thousand|\w+illion)s?
+    |(?:four|fif|six|seven|eigh|nin|ten|eleven|twelf|hundred|\w+teen|\w+tie)ths?)\b)"""
 )
 """A sum before the last side of an equation; a number, what is counted and words behind; words that make it another."""
 _LABEL = re.compile(

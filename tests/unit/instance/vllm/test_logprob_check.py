@@ -48,24 +48,34 @@ def test_log_probabilities_after_the_temperature_and_before_top_p_pass(noise, sp
     check_logprobs(Engine(lambda logits, scaled, kept: scaled, noise, spread), "this engine")
 
 
+class Tied(Engine):
+    """The log-probabilities of some prompts differ between two batches. `off`: by how much, by the prompt's number."""
+
+    def __init__(self, off):
+        super().__init__(lambda logits, scaled, kept: scaled)
+        self.off = off
+        self.asked = 0
+
+    def __call__(self, method, path, body):
+        reply = super().__call__(method, path, body)
+        if "prompt_logprobs" in body:
+            self.asked += 1
+            (choice,) = reply["choices"]
+            choice["prompt_logprobs"][-1][str(body["prompt"][-1])]["logprob"] += self.off.get(self.asked, 0.0)
+        return reply
+
+
 @pytest.mark.parametrize("position", range(3))
-def test_a_drawn_token_for_which_a_router_chose_other_experts_is_no_other_quantity(position):
-    class Tied(Engine):
-        """One prompt's log-probability differs by far between two batches."""
+def test_one_drawn_token_for_which_a_router_chose_other_experts_is_no_other_quantity(position):
+    engine = Tied({5 * position + 3: -3.0})
+    check_logprobs(engine, "this engine")
+    assert engine.asked == 15
 
-        asked = 0
 
-        def __call__(self, method, path, body):
-            reply = super().__call__(method, path, body)
-            if "prompt_logprobs" in body:
-                Tied.asked += 1
-                if Tied.asked == 5 * position + 3:
-                    (choice,) = reply["choices"]
-                    choice["prompt_logprobs"][-1][str(body["prompt"][-1])]["logprob"] -= 3.0
-            return reply
-
-    check_logprobs(Tied(lambda logits, scaled, kept: scaled), "this engine")
-    assert Tied.asked == 15
+@pytest.mark.parametrize("off", [{1: -3.0}, {3: -3.0, 4: -3.0}, {3: -3.0, 4: 3.0}])
+def test_the_most_likely_token_and_most_drawn_ones_must_agree(off):
+    with pytest.raises(BadInput, match="this engine reports"):
+        check_logprobs(Tied(off), "this engine")
 
 
 OTHERS = {
