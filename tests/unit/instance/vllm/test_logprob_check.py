@@ -20,6 +20,7 @@ class Engine:
         self.report = report
         self.noise = noise
         self.spread = spread
+        self.draws = random.Random(0)
 
     def __call__(self, method, path, body):
         assert (method, path) == ("POST", "/v1/completions")
@@ -39,7 +40,7 @@ class Engine:
 
     def logits(self, tokens):
         draw = torch.Generator().manual_seed(hash(tuple(tokens)) % 2**32)
-        noise = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(random.getrandbits(30)))
+        noise = torch.randn(VOCABULARY, generator=torch.Generator().manual_seed(self.draws.getrandbits(30)))
         return torch.randn(VOCABULARY, generator=draw) * self.spread + noise * self.noise
 
 
